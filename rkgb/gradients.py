@@ -169,8 +169,10 @@ class GradientBuffers:
     def _parameters(
         self, reads: tuple[int, ...], cost: Cost, arrived: dict[int, int], tensors: dict[int, object]
     ) -> int:
-        """Add the contributions to parameters. Returns the peak of all gradients (bytes) meanwhile."""
-        peak = 0
+        """Add the contributions to parameters, which are all there at first. Returns the peak of all gradients (bytes)
+        meanwhile.
+        """
+        peak, waiting = 0, {p: memory for p, memory in arrived.items() if reads[p] in self.uses}
         for position, v in enumerate(reads):
             if v not in self.uses:
                 continue
@@ -185,7 +187,8 @@ class GradientBuffers:
                 if position in cost.views:
                     self.views.add(v)
             elif v in self.views or self.holders[self.holds[v]] > 1:
-                peak = max(peak, self.live + 2 * size)
+                others = {memory for p, memory in waiting.items() if p != position}
+                peak = max(peak, self._with(others) + 2 * size)
                 self._hold(v, self._new(size))
                 self.views.discard(v)
             elif position in arrived and gradient is not None and gradient.sparse:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import randn
 from torch import nn
+from torch.nn import functional as F
 
 from rockmate import Rockmate, measure_peak
 from rockmate.planning.finder import SCALARS
@@ -62,3 +63,27 @@ def test_the_peak_is_the_predicted_one(join: str, of_parameter: bool, again: boo
     rk.budget = rk.frontier().min_budget
     train()
     assert rk.plan.predicted_peak <= measure_peak(train, "cpu") <= rk.plan.predicted_peak + SCALARS
+
+
+class Tied(nn.Module):
+    """A weight is used twice, once as a view, so that its gradients are added in new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.tanh(self.first(x)), self.first.weight.t())
+
+
+def test_the_gradient_of_a_bias_is_there_while_those_of_its_weight_are_added() -> None:
+    model, x = Tied(), randn(8, 48, seed=0)
+    rk = Rockmate(model, x, "100%", costs="flops")
+
+    def train() -> None:
+        model.zero_grad()
+        rk(x).mean().backward()
+
+    train()
+    train()
+    assert rk.plan.predicted_peak <= measure_peak(train) <= rk.plan.predicted_peak + SCALARS

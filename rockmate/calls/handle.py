@@ -155,8 +155,11 @@ class Handle(OnDevice):
                 other.plan_anew()
 
     def _begin_step(self, inputs: list[torch.Tensor]) -> None:
-        """With the budget "auto", the device may have more or less left for a step than before."""
+        """The step before may be over. With the budget "auto", the device may have more or less left for one than
+        before.
+        """
         terms, device = self.terms, self.device(inputs)
+        terms.steps.begin(terms)
         if not terms.is_auto or terms.steps.waiting() or not terms.begin_step(device):
             return
         try:

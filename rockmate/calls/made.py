@@ -30,6 +30,7 @@ from rockmate.calls.runnable import (
     make_runnable,
 )
 from rockmate.calls.surroundings import undisturbed
+from rockmate.calls.terms import ALL_OUTPUTS, ONE_CALL
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import KeptCosts
@@ -195,23 +196,28 @@ class PlansOfCalls(CapturedGraph):
             with self.terms.settling(planner) as budget:
                 return carried_runnable(planner, budget, like)
         except InfeasibleBudgetError as error:
-            least = self.terms.least_instead(error, planner, self.front.name)
+            least = self.terms.least_instead(error, planner, self.front.name, until_seen=self._supposed(planner))
             return carried_runnable(_with_auto_solver(planner), least, like)
 
     def _first(self, planners: list[Planner], observer: Observer | None = None) -> Runnable:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory.
 
-        That runs for one step, too, where the loss may read less of the outputs than is supposed. ``observer``: of an
-        earlier plan for such calls.
+        That runs for one step, too, where something is only supposed. ``observer``: of an earlier plan for such calls.
         """
         planner = planners[-1]
         try:
             with self.terms.settling(planner) as budget:
                 return make_first(planners, budget, observer)
         except InfeasibleBudgetError as error:
-            supposed = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
+            several = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
+            supposed = ALL_OUTPUTS if several else self._supposed(planner)
             least = self.terms.least_instead(error, planner, self.front.name, until_seen=supposed)
             return make_runnable(_with_auto_solver(planner), least, observer)
+
+    def _supposed(self, planner: Planner) -> str:
+        """What a step may show of calls under a share of the step, in words; nothing if it is known."""
+        runs = planner.saved is None and not self.front.only_plans
+        return ONE_CALL if runs and self.terms.supposes_one_call else ""
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""
@@ -220,7 +226,7 @@ class PlansOfCalls(CapturedGraph):
             return
         with TRACING:  # no other thread plans for the old one meanwhile
             last = self.last
-            planner = (last.observer and last.observer.refused) or last.planner  # whose least budget was stated
+            planner = last.wanted  # whose least budget was stated
             size = self.terms.bytes_of(budget, planner)
             if size == last.plan.budget == self.terms.budget:
                 return
@@ -236,8 +242,8 @@ class PlansOfCalls(CapturedGraph):
         """Time against memory for the last kind of call."""
         if self.last is None:
             raise InputError("a copy plans at its first call: call it before you ask for its frontier")
-        with Heeded(), self._progress_of(self.last.planner):
-            return self.last.planner.frontier()
+        with Heeded(), self._progress_of(planner := self.last.wanted):
+            return planner.frontier()
 
     @contextmanager
     def _progress_of(self, planner: Planner) -> Iterator[None]:

@@ -55,6 +55,10 @@ class Signs:
     attached: frozenset[int]
     nodes: int
 
+    def differ_in_holding(self, other: Signs) -> bool:
+        """Whether it is only what the caller holds that tells the calls apart."""
+        return self == dataclasses.replace(other, held=self.held, attached=self.attached)
+
 
 class Observer:
     """Watches the calls of one plan. ``news``: they differ from what it is for, which ``usage`` and ``room`` say.
@@ -154,6 +158,10 @@ class Observer:
             if roots is not None:  # of the calls of a step, others are to be looked at
                 self._wasted += 1
                 self._passing = self._wasted
+            return
+        if roots is None and self.usage is not None and any(signs.differ_in_holding(other) for other in self._known):
+            held = _union(self.usage, Usage((), signs.held, signs.attached, frozenset()))
+            self.news, self.usage, self._look = self.news or held != self.usage, held, True
             return
         if roots is None or (self.measures and seen is None and self._looks < _LOOKS):
             self.news = self.news or (self.usage is not None and not self.unsure)

@@ -69,6 +69,11 @@ class Runnable:
         """Whether a backward that keeps the graph may exceed the budget: a second one takes about as much again."""
         return self.plan.budget < ROOM_TO_KEEP * self.plan.predicted_peak
 
+    @property
+    def wanted(self) -> Planner:
+        """For all that was seen of such calls, also where no plan for that fits the budget."""
+        return (self.observer and self.observer.refused) or self.planner
+
     def look(self) -> CallLook | None:
         """A close look at the call that begins now, if there is to be one."""
         return None if self.observer is None else self.observer.look()
@@ -133,7 +138,8 @@ def adapted(
 
     A plan of least memory, which no plan within the budget was found for, ran for what was supposed: now one for the
     budget of ``terms`` may be found. If not, raises ``InfeasibleBudgetError``, unless the terms want the least.
-    What the caller holds though it gets no gradient is planned for where that fits, and is beside the budget otherwise.
+    What the caller holds longer than planned for counts where that fits, and is beside the budget otherwise, which is
+    said.
     """
     planner, plan, observer = runnable.planner, runnable.plan, runnable.observer
     if observer is None:
@@ -167,11 +173,12 @@ def _as_observed(
     planner, plan = runnable.planner, runnable.plan
     observer.refused = None
     before = terms.budget, terms.settled
-    budget = terms.at_most(plan.budget)
+    budget = terms.of_now(plan.budget)
     wanted = observer.planned_for(supposed(planner.graphs.S.d))
     now = plan.graph.usage
     fewer = dataclasses.replace(wanted, held=wanted.held & now.held, attached=wanted.attached & now.attached)
     problem: InfeasibleBudgetError | None = None
+    refused = planner  # that has the problem
     for usage in dict.fromkeys((wanted, fewer)):
         try:
             seen = planner.for_usage(model, inputs, usage, observer.room, observer.unsure)
@@ -180,32 +187,45 @@ def _as_observed(
             return runnable
         if settles and usage is wanted and not observer.unsure and set(wanted.roots) < set(now.roots):
             terms.settle_again(planner, seen)
-            budget = terms.at_most(plan.budget)
-        if (seen.graphs.K.usage, seen.room) == (plan.graph.usage, plan.room) and budget == plan.budget:
-            return runnable
+            budget = terms.of_now(plan.budget)
+        found: Plan | None = None
         try:
-            found = seen.kept_plan(plan) if budget == plan.budget else None
-            found = found or seen.plan(budget)
+            if (seen.graphs.K.usage, seen.room, budget) != (plan.graph.usage, plan.room, plan.budget):
+                found = seen.kept_plan(plan) if budget == plan.budget else None
+                found = found or seen.plan(budget)
         except InfeasibleBudgetError as error:
-            problem = error
+            if problem is None:
+                problem, refused = error, seen
             continue
+        if problem is not None and not observer.unsure:
+            observer.refused = refused
+            warn(f"{_HELD}{problem}", BudgetWarning)
+        if found is None:
+            return runnable
         return dataclasses.replace(runnable, planner=seen, plan=found, program=program_of(found))
     if problem is not None and (terms.budget, terms.settled) != before:
         terms.budget, terms.settled = before
         return _as_observed(runnable, observer, model, inputs, terms, settles=False)
     if budget < plan.budget and problem is not None and not observer.unsure:
         if not terms.least:
-            observer.refused = seen
+            observer.refused = refused
             raise problem
-        found = dataclasses.replace(seen, options=seen.options.with_auto_solver()).plan(problem.min_budget)
-        return dataclasses.replace(runnable, planner=seen, plan=found, program=program_of(found))
+        found = dataclasses.replace(refused, options=refused.options.with_auto_solver()).plan(problem.min_budget)
+        return dataclasses.replace(runnable, planner=refused, plan=found, program=program_of(found))
     if budget < plan.budget or observer.unsure or not _asks_for_more(wanted, observer.room, plan):
         return runnable  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
+    observer.refused = refused
     warn(
         f"the last step took more than the budget, as its loss used the outputs otherwise than planned for: {problem}",
         BudgetWarning,
     )
     return runnable
+
+
+_HELD = (
+    "the last step held outputs until its backward was over that the budget has no room for, so that it may exceed the "
+    "budget by these. Let go of them before the backward, or let forward not return them. With them, "
+)
 
 
 def program_of(plan: Plan) -> Program:

@@ -59,6 +59,7 @@ class Steps:
         self._here = threading.local()
         self._said: set[str] = set()
         self._users: list[weakref.ref[User]] = []
+        self.unknown = True  # no step had a backward yet, or of the last one's calls only bounds are known
 
     def __reduce__(self) -> Any:
         """Copies know of no step."""
@@ -125,14 +126,18 @@ class Steps:
 
     # ------------------------------------------------------------------------- calls
 
+    def begin(self, terms: Terms) -> None:
+        """A call comes: a step begins with it unless others wait, and the one before is over."""
+        if not self.waiting():
+            self._finish(terms)
+
     def take(self, key: Hashable, ways: Ways, name: str, terms: Terms, after: bool = False) -> Turn:
         """A call of such a kind comes: its turn, in the way in which it is to run. ``after``: the ``ways`` are those
         where the gradients of parameters are there, as ``follows_a_backward`` says.
 
         Raises ``InfeasibleBudgetError`` where the calls of the step do not fit the budget in any ways that are known.
         """
-        if not self.waiting():
-            self._finish(terms)
+        self.begin(terms)
         turns = self._turns
         if len(turns) >= MOST_TURNS:
             turns[:] = self.waiting()
@@ -238,6 +243,7 @@ class Steps:
         """The last step of this thread is over: learn what it was, if it had several calls."""
         turns = list(self._turns)
         self._here.__dict__["turns"] = []
+        self.unknown = self.unknown and not any(turn.began for turn in turns)
         if len(turns) < 2:
             return
         known = {key for key, _ in self._ways}
@@ -249,8 +255,10 @@ class Steps:
         ways = self._ways_of(form)
         phases = phases_of(form, ways)
         self._eager[form] = max(level(phase, [w.eager for w in ways]) for phase in phases)
-        if not any(w.rough for w in ways):
-            terms.settle_step(max(self._eager.values()))
+        self.unknown = any(w.rough for w in ways)
+        if not self.unknown:
+            beside = {known: step.beside for known, step in self._known.items()}
+            terms.settle_step(max(eager + beside.get(known, 0) for known, eager in self._eager.items()))
         peak = max(level(phase, [turn.way for turn in turns]) for phase in phases)
         if form in self._known:
             self._known[form].eager = self._eager[form]

@@ -53,7 +53,7 @@ class Terms:
         if isinstance(self.budget, Budget):
             self.settled = self.budget, planner.eager_peak
             self.budget = self.bytes_of(self.budget, planner)
-        elif len(self.steps.users()) > 1:
+        elif len(self.steps.users()) > 1 or self.supposes_one_call:
             self._settle_larger(planner)
         try:
             yield self.budget
@@ -62,14 +62,23 @@ class Terms:
             raise
 
     def _settle_larger(self, planner: Planner) -> None:
-        """A share of what several modules share is one of the largest step so far."""
+        """A share of what several modules share, or calls of a step that is not known, is one of the largest so far."""
         asked, peak = self.settled or (Budget(), 0)
         if asked.share is not None and planner.eager_peak > peak:
             self.settled, self.budget = (asked, planner.eager_peak), self.bytes_of(asked, planner)
 
-    def at_most(self, size: int) -> int:
-        """The budget in bytes, if it is known and less than ``size``; else ``size``."""
-        return min(self.budget, size) if isinstance(self.budget, int) else size
+    def of_now(self, before: int) -> int:
+        """The budget in bytes for what was planned ``before`` for so many: no more, unless it is a share of a step of
+        which more is known now.
+        """
+        if not isinstance(self.budget, int):
+            return before
+        return self.budget if self._asked.share is not None else min(self.budget, before)
+
+    @property
+    def _asked(self) -> Budget:
+        """The budget as it was given; an empty one where that was bytes."""
+        return self.budget if isinstance(self.budget, Budget) else self.settled[0] if self.settled else Budget()
 
     def settle_again(self, before: Planner, now: Planner) -> None:
         """A step has shown that it takes less than what was supposed, ``before``: a share of that is one of ``now``."""
@@ -83,12 +92,15 @@ class Terms:
         if asked.share is not None and isinstance(self.budget, int):
             self.settled, self.budget = (asked, peak), int(peak * asked.share)
 
-    def least_instead(
-        self, error: InfeasibleBudgetError, planner: Planner, name: str, *, until_seen: bool = False
-    ) -> int:
+    @property
+    def supposes_one_call(self) -> bool:
+        """Whether the budget is a share of a step that is not known yet: of one call, though others may follow."""
+        return self._asked.share is not None and self.steps.unknown
+
+    def least_instead(self, error: InfeasibleBudgetError, planner: Planner, name: str, *, until_seen: str = "") -> int:
         """The bytes of the plan of least memory, with a warning, if that one is to run where no plan of ``planner``
-        fits the budget; else raises ``error``. ``name``: of the model. ``until_seen``: it may run until a step shows
-        what the loss reads.
+        fits the budget; else raises ``error``. ``name``: of the model. ``until_seen``: what is supposed until a step
+        has shown it; so long it may run.
         """
         asked, peak = self.settled or (Budget(), 0)
         if asked.share is not None and planner.eager_peak > peak:
@@ -98,7 +110,7 @@ class Terms:
                 error.min_budget,
             )
         if until_seen:
-            error = InfeasibleBudgetError(f"{error} {_SUPPOSED}", error.min_budget)
+            error = InfeasibleBudgetError(f"{error} {until_seen}", error.min_budget)
         elif not self.least:
             raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
         with self.settling(planner):
@@ -159,9 +171,14 @@ class Terms:
         return False
 
 
-_SUPPOSED = (
+ALL_OUTPUTS = (
     "The loss is supposed to read all outputs that can have a gradient, as no step has shown yet which it reads: the "
     "next step is planned for what this one shows."
+)
+
+ONE_CALL = (
+    "The budget is a share of one call, as no step has shown yet how many come before a backward: the next step is "
+    "planned for what this one shows."
 )
 
 

@@ -312,10 +312,12 @@ class Followed:
             LOG.info("%s: %s", self.front.name, line)
 
     def _solve(self, known: Known, kind: CallKind) -> None:
-        """Plan ``known``, which is of ``kind``. Raises ``InfeasibleBudgetError`` where no plan fits."""
+        """Plan ``known``, which is of ``kind``. Raises ``InfeasibleBudgetError`` where no plan fits, unless it may be
+        that more calls share a step of which the budget is a share.
+        """
         before, began = known.plan, time.perf_counter()
         self.solving.solve(known, kind, self.kinds.values())
-        if known.problem is not None:
+        if known.problem is not None and not self.front.terms.supposes_one_call:
             raise InfeasibleBudgetError(*known.problem)
         if before is not None and known.plan is not None and known.plan is not before:
             why = ANOTHER_BUDGET if known.plan.budget != before.budget else "its size, which came often"

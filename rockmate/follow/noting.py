@@ -79,7 +79,7 @@ _SCHEMAS: dict[Any, Schema] = {}
 
 class Noting:
     """One operation, as it is noted. ``reads``, ``writes``: data, the latter with the storage that is written.
-    ``outside``, ``writes_outside``: storages of other memory. ``pure``: it may give the same again.
+    ``outside``, ``writes_outside``: storages of other memory, by key. ``pure``: it may give the same again.
     """
 
     __slots__ = ("args", "kwargs", "notes", "outside", "pure", "rates", "reads", "schema", "trains", "writes",
@@ -89,9 +89,9 @@ class Noting:
         self.notes = notes
         self.schema = schema = Schema.of(func)
         self.reads: dict[int, None] = {}
-        self.outside: dict[int, None] = {}
+        self.outside: dict[int, torch.UntypedStorage] = {}
         self.writes: dict[int, int] = {}
-        self.writes_outside: dict[int, None] = {}
+        self.writes_outside: dict[int, torch.UntypedStorage] = {}
         self.pure, self.rates, self.trains = schema.pure, [], False  # type: ignore[var-annotated]
         if schema.trains:
             given = dict(zip(schema.names, args, strict=False)) | kwargs
@@ -130,7 +130,8 @@ class Noting:
         if not has_memory(t):
             self.pure = False
             return Outside(t, False)
-        key = t.untyped_storage()._cdata
+        storage = t.untyped_storage()
+        key = storage._cdata
         number, form = notes.ledger.at.get(key), form_of(t)
         if number is not None and notes.lasting is not None and isinstance(t, torch.nn.Parameter):
             notes.ledger.leave(key, notes.data[number].size)  # a sharded parameter's, which its first use allocates
@@ -139,7 +140,7 @@ class Noting:
             self.pure = False
         writes = statistics or name in self.schema.writes
         if number is None:
-            (self.writes_outside if writes else self.outside)[key] = None
+            (self.writes_outside if writes else self.outside)[key] = storage
             return notes.outside(t, key, statistics)
         if notes.lasting is not None:
             notes.hand_on(notes.data[number], t)

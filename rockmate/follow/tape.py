@@ -4,7 +4,8 @@
 that allocates memory is noted with its arguments. Autograd gets a ``Slot`` for each tensor in such memory. What a slot
 refers to is held, or made again when the backward asks for it. A ``Policy`` decides which.
 What cannot be made again is *pinned*: results of random operations and of operators that no schema of torch's
-describes, and whatever was computed from memory that is written later. Source: tensors that are evicted and made
+describes, and whatever was computed from memory that is written later, or that is not followed and was written: another
+call writes that again before the backward of this one. Source: tensors that are evicted and made
 again, by operation, are those of Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021).
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils._python_dispatch import (
@@ -88,6 +90,7 @@ class Tape(TorchDispatchMode):
         self._exposed: dict[int, torch.Tensor] = {}  # memory from outside that other libraries may write, by storage
         self._given: dict[int, torch.Tensor] = {}  # leaves that got other memory, by identity
         self._readers: dict[int, list[int]] = {}  # operations that have read memory from outside, by storage
+        self._written = WeakValueDictionary[int, torch.UntypedStorage]()  # memory from outside that forward has written
 
     def __del__(self) -> None:
         for datum in self.data:  # who observes keeps the notes
@@ -108,7 +111,9 @@ class Tape(TorchDispatchMode):
         noting = Noting(self, func, args, kwargs)
         if noting.writes or noting.writes_outside:
             self._before_writes(noting.writes, noting.writes_outside)
+            self._written.update(noting.writes_outside)
         reruns = noting.reruns() and settings() == self.reruns.settings  # which decide on kernels
+        reruns = reruns and not any(key in self._written and key not in self.gathered for key in noting.outside)
         given = (noting.args, noting.kwargs) if reruns else ((), {})
         op = Op(func, *given, tuple(noting.reads), tuple(noting.writes), reruns)
         op.writes_outside, op.draws_from_given = bool(noting.writes_outside), noting.draws_from_given()

@@ -38,7 +38,7 @@ from rkgb.probe.skeleton import skeleton
 from rkgb.sample import Call
 from rkgb.trace.meta import without_data
 from rkgb.trees import tensors_of
-from rockmate import InfeasibleBudgetError, InputError, MeasureError, attach, frontier, measure_peak
+from rockmate import InfeasibleBudgetError, MeasureError, attach, frontier, measure_peak
 from rockmate.demo.gpt import GPT
 from rockmate.planning.plan import Plan
 
@@ -736,12 +736,12 @@ def test_blocks_of_one_class_of_which_the_loss_reads_some(sizes: tuple[int, ...]
     assert any(p.plan is not None and p.plan.recomputed for p in handle.plans)
 
 
-def test_a_share_is_not_settled_by_a_call_that_no_plan_fits() -> None:
+def test_a_share_is_not_settled_by_a_call_without_a_backward() -> None:
     model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))))
     handle = attach(model, "60%", costs="flops")
-    with pytest.raises(InfeasibleBudgetError):
+    with pytest.warns(
+        rockmate.BudgetWarning, match="The budget is a share of one call, as no step has shown yet how many"
+    ):
         model(torch.empty(0, 16))
-    with pytest.raises(InputError, match="the budget is 60%, so its bytes are known when"):
-        handle.budget  # noqa: B018
     model(randn(256, 16, seed=0)).sum().backward()
     assert handle.budget > 100_000

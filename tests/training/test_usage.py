@@ -98,7 +98,8 @@ def test_the_loss_inside_costs_what_the_loss_alone_costs(fraction: float, keeps:
     assert rk.plan.graph.usage.held == frozenset((0, 1) if keeps else (0,))
 
 
-def test_what_the_caller_keeps_beside_a_budget_without_room_for_it_is_the_callers() -> None:
+def test_what_the_caller_keeps_beside_a_budget_without_room_for_it_is_said() -> None:
+    """With the least budget that has room for it, which the frontier is of from then on."""
     torch.manual_seed(0)
     model, ids = Language(), tokens()
     rk = Rockmate(model, (ids, ids), frontier(model, (ids, ids), costs="flops").min_budget, costs="flops")
@@ -108,7 +109,29 @@ def test_what_the_caller_keeps_beside_a_budget_without_room_for_it_is_the_caller
         result = rk(ids, ids)
         result["loss"].backward()
 
-    assert measured(rk, train) <= rk.plan.predicted_peak + LOGITS + SCALARS
+    with pytest.warns(BudgetWarning, match=r"held outputs .* With them, .* the smallest that can be planned") as said:
+        peak = measured(rk, train)
+    assert len(said) == 1
+    assert peak <= rk.plan.predicted_peak + LOGITS + SCALARS
+    with pytest.raises(InfeasibleBudgetError) as error:
+        rk.budget = rk.plan.budget - 1
+    rk.budget = rk.frontier().min_budget
+    assert rk.budget == error.value.min_budget
+    assert_as_predicted(rk, measured(rk, train))
+
+
+def test_what_some_steps_hold_counts_from_the_first_of_these_on() -> None:
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, (ids, ids), frontier(model, (ids, ids), costs="flops").min_budget + LOGITS, costs="flops")
+    for keeps in (False, True, False):
+        rk.zero_grad()
+        result = rk(ids, ids)
+        loss, kept = result["loss"], result if keeps else None
+        del result
+        loss.backward()
+        del kept
+    assert rk.plan.graph.usage.held == frozenset((0, 1))
 
 
 class Auxiliary(nn.Module):
