@@ -13,12 +13,12 @@ from rkgb.graphs import Structure
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rkgb.trees import unflatten
+from rockmate.calls.adapted import adapted
 from rockmate.calls.look import Look, abandoned
 from rockmate.calls.made import PlansOfCalls
 from rockmate.calls.observe import Observer
 from rockmate.calls.runnable import (
     Runnable,
-    adapted,
     make_runnable,
     reads_more,
     solved_again,

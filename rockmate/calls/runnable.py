@@ -14,17 +14,15 @@ from typing import Any
 import torch
 
 from rkgb.cost.measure import Known
-from rkgb.cost.usage import Usage, differentiable, supposed
+from rkgb.cost.usage import differentiable
 from rkgb.errors import MeasureError
 from rkgb.warn import warn
 from rockmate.calls.call_look import CallLook
 from rockmate.calls.families import Family
 from rockmate.calls.observe import Observer
-from rockmate.calls.terms import Terms
-from rockmate.errors import BudgetWarning, InfeasibleBudgetError, PlanningWarning
+from rockmate.errors import InfeasibleBudgetError, PlanningWarning
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planner
-from rockmate.planning.room import Room
 from rockmate.run.compiled import compile_schedule
 from rockmate.run.draws import draw_whole
 from rockmate.run.parts import peaks_of_parts
@@ -131,103 +129,6 @@ def solved_again(runnable: Runnable, known: Known, model: torch.nn.Module, input
     return dataclasses.replace(runnable, planner=planner, plan=plan, program=program_of(plan))
 
 
-def adapted(
-    runnable: Runnable, last: Runnable | None, model: torch.nn.Module, inputs: list[torch.Tensor], terms: Terms
-) -> Runnable:
-    """``runnable``, or one for what its observer has seen; warns where a step has exceeded the budget by that.
-
-    A plan of least memory, which no plan within the budget was found for, ran for what was supposed: now one for the
-    budget of ``terms`` may be found. If not, raises ``InfeasibleBudgetError``, unless the terms want the least.
-    What the caller holds longer than planned for counts where that fits, and is beside the budget otherwise, which is
-    said.
-    """
-    planner, plan, observer = runnable.planner, runnable.plan, runnable.observer
-    if observer is None:
-        return runnable
-    if not observer.news:
-        with contextlib.suppress(MeasureError):
-            planners = [as_before(planner, last, model, inputs), planner]
-            found = make_first(planners, plan.budget, observer)
-            return dataclasses.replace(found, number=runnable.number, family=runnable.family)
-        return runnable
-    observer.news = False
-    try:
-        return _as_observed(runnable, observer, model, inputs, terms)
-    except Warning:  # where warnings are errors, each is raised once
-        raise
-    except BaseException:  # Ctrl-C, too: what was seen must not be lost
-        observer.news = True
-        raise
-
-
-def _as_observed(
-    runnable: Runnable,
-    observer: Observer,
-    model: torch.nn.Module,
-    inputs: list[torch.Tensor],
-    terms: Terms,
-    *,
-    settles: bool = True,
-) -> Runnable:
-    """See ``adapted``. ``settles``: a share becomes one of what was seen, if it can be planned for."""
-    planner, plan = runnable.planner, runnable.plan
-    observer.refused = None
-    before = terms.budget, terms.settled
-    budget = terms.of_now(plan.budget)
-    wanted = observer.planned_for(supposed(planner.graphs.S.d))
-    now = plan.graph.usage
-    fewer = dataclasses.replace(wanted, held=wanted.held & now.held, attached=wanted.attached & now.attached)
-    problem: InfeasibleBudgetError | None = None
-    refused = planner  # that has the problem
-    for usage in dict.fromkeys((wanted, fewer)):
-        try:
-            seen = planner.for_usage(model, inputs, usage, observer.room, observer.unsure)
-        except MeasureError:  # the caller measures this very call: plan at the next one
-            observer.news = True
-            return runnable
-        if settles and usage is wanted and not observer.unsure and set(wanted.roots) < set(now.roots):
-            terms.settle_again(planner, seen)
-            budget = terms.of_now(plan.budget)
-        found: Plan | None = None
-        try:
-            if (seen.graphs.K.usage, seen.room, budget) != (plan.graph.usage, plan.room, plan.budget):
-                found = seen.kept_plan(plan) if budget == plan.budget else None
-                found = found or seen.plan(budget)
-        except InfeasibleBudgetError as error:
-            if problem is None:
-                problem, refused = error, seen
-            continue
-        if problem is not None and not observer.unsure:
-            observer.refused = refused
-            warn(f"{_HELD}{problem}", BudgetWarning)
-        if found is None:
-            return runnable
-        return dataclasses.replace(runnable, planner=seen, plan=found, program=program_of(found))
-    if problem is not None and (terms.budget, terms.settled) != before:
-        terms.budget, terms.settled = before
-        return _as_observed(runnable, observer, model, inputs, terms, settles=False)
-    if budget < plan.budget and problem is not None and not observer.unsure:
-        if not terms.least:
-            observer.refused = refused
-            raise problem
-        found = dataclasses.replace(refused, options=refused.options.with_auto_solver()).plan(problem.min_budget)
-        return dataclasses.replace(runnable, planner=refused, plan=found, program=program_of(found))
-    if budget < plan.budget or observer.unsure or not _asks_for_more(wanted, observer.room, plan):
-        return runnable  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
-    observer.refused = refused
-    warn(
-        f"the last step took more than the budget, as its loss used the outputs otherwise than planned for: {problem}",
-        BudgetWarning,
-    )
-    return runnable
-
-
-_HELD = (
-    "the last step held outputs until its backward was over that the budget has no room for, so that it may exceed the "
-    "budget by these. Let go of them before the backward, or let forward not return them. With them, "
-)
-
-
 def program_of(plan: Plan) -> Program:
     """The plan's schedule as a program, which draws masks whole where it can, and knows what exceeds the budget."""
     problem = plan.problem_with_usual_loss()
@@ -265,14 +166,6 @@ def as_before(planner: Planner, last: Runnable | None, model: torch.nn.Module, i
         return planner  # it returns something else
     wanted = dataclasses.replace(usage, roots=tuple(sorted({*usage.roots, *known.roots})))
     return planner.for_usage(model, inputs, wanted, None, True)
-
-
-def _asks_for_more(usage: Usage, room: Room | None, plan: Plan) -> bool:
-    """Whether a loss took more than ``plan`` has room for: other gradients, gradients that lie otherwise, or bytes."""
-    now = plan.graph.usage
-    roots = not set(usage.roots) <= set(now.roots)
-    turned = now.turned is not None and not (usage.turned or frozenset()) <= now.turned
-    return roots or turned or (room is not None and room.between + room.kept > plan.room.between + plan.room.kept)
 
 
 _Entry = tuple[Hashable, frozenset[str], Runnable]

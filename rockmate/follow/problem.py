@@ -37,12 +37,9 @@ class FollowedProblem:
 
     def is_like(self, other: FollowedProblem) -> bool:
         """Whether it differs from ``other`` in bytes and times only, so that schedules of one are of the other, too."""
-        if (self.datum_of, self.ops_of, self.step_of) != (other.datum_of, other.ops_of, other.step_of):
-            return False
-        if self.kept != other.kept:
-            return False
         mine, theirs = self.problem, other.problem
-        if (mine.held, mine.returned) != (theirs.held, theirs.returned):
+        parts = ((f.datum_of, f.ops_of, f.step_of, f.kept, f.problem.held, f.problem.returned) for f in (self, other))
+        if next(parts) != next(parts):
             return False
         return all(_shape(m) == _shape(n) for m, n in zip(mine.nodes, theirs.nodes, strict=True))
 
