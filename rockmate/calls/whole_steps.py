@@ -44,7 +44,8 @@ class KnownStep:
     """Such steps are planned together. ``eager``: bytes where nothing runs again. ``chosen``: ways of its calls, for
     ``budget`` and the ``ways`` that there were, the first ``fixed`` of which ran already. ``peak``: what they take, of
     the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown, of which
-    some were ``unfinished``. ``measured``: the ways in which their calls ran.
+    some were ``unfinished``. ``measured``: the ways in which their calls ran. ``looks_aside``: calls of the next are
+    looked at one by one, as those of the last one ran in other ways.
     """
 
     form: Form
