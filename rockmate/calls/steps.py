@@ -150,7 +150,7 @@ class Steps:
         way = None
         if step is not None and isinstance(budget, int):
             way = self._planned(step, turns, ways, budget, name, terms)
-            if way is not None and not turns and step.is_to_be_measured() and Look.possible():
+            if way is not None and not turns and step.is_to_be_measured and Look.possible():
                 WholeStep(step, turns, ways.device, name, self._say)
         if way is None and isinstance(budget, int) and (waiting := self.waiting()):
             way = self._left(ways, waiting, budget, name)

@@ -142,17 +142,12 @@ class Turn:
                 Look.current.another_begins()
 
     @property
-    def runs(self) -> bool:
-        """Whether its forward has not returned, or nothing that a backward may come to."""
-        return self._graph is None
-
-    @property
     def waits(self) -> bool:
         """Whether a backward may still come."""
-        if self._graph is not None and self._graph() is None and not self.began and not self.gone:
+        if not self.began and not self.gone and (self._graph is None or self._graph() is None):
             self.gone = next(_CLOCK)
-        return not self.runs and not self.began and not self.gone
+        return not self.began and not self.gone
 
     def waits_at(self, moment: int) -> bool:
         """Whether it kept its data at this moment."""
-        return not self.runs and self.at < moment < (self.began or self.gone or moment + 1)
+        return self.at < moment < (self.began or self.gone or moment + 1)

@@ -44,8 +44,7 @@ class KnownStep:
     """Such steps are planned together. ``eager``: bytes where nothing runs again. ``chosen``: ways of its calls, for
     ``budget`` and the ``ways`` that there were, the first ``fixed`` of which ran already. ``peak``: what they take, of
     the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown, of which
-    some were ``unfinished``. ``measured``: the ways in which their calls ran. ``looks_aside``: calls of the next are
-    looked at one by one, as those of the last one ran in other ways.
+    some were ``unfinished``. ``measured``: the ways in which their calls ran.
     """
 
     form: Form
@@ -60,14 +59,11 @@ class KnownStep:
     measured: list[Way] = field(default_factory=list)
     looks: int = 0
     unfinished: int = 0
-    looks_aside: bool = False
 
+    @property
     def is_to_be_measured(self) -> bool:
-        """Whether no step was measured whose calls run in the chosen ways. Where calls of one ran in others, each is
-        looked at in the next step.
-        """
-        aside, self.looks_aside = self.looks_aside, False
-        planned = not aside and not any(w.rough for w in self.ways)
+        """Whether no step was measured whose calls run in the chosen ways."""
+        planned = not any(w.rough for w in self.ways)
         few = self.looks < MOST_LOOKS and self.unfinished < MOST_UNFINISHED
         return planned and few and self.chosen != self.measured
 
@@ -105,7 +101,7 @@ class WholeStep(StepLook):
 
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``: the step is over when no call waits."""
-        if not any(turn.runs or turn.waits for turn in self.turns):  # another step's: calls of this one had no backward
+        if not any(turn.waits for turn in self.turns):  # another step's: calls of this one had no backward
             self.abandon("another step began")
             return run()
         try:
@@ -122,7 +118,7 @@ class WholeStep(StepLook):
         with_backward = [call for call, backward, _ in self.step.form.phases if backward]
         if len(self.turns) == len(self.step.form.keys) and all(self.turns[call].began for call in with_backward):
             return True
-        return not any(turn.runs or turn.waits for turn in self.turns)
+        return not any(turn.waits for turn in self.turns)
 
     def abandon(self, why: str = "") -> None:
         """As in ``Look``."""
@@ -133,7 +129,6 @@ class WholeStep(StepLook):
         """As in ``StepLook``: what it took above the prediction is planned for."""
         step, peak = self.step, max(moment.peak for moment in moments)
         if [turn.way for turn in self.turns] != self.chosen:
-            step.looks_aside = True
             return
         step.measured = self.chosen
         if peak > self.predicted:

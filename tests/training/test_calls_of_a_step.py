@@ -430,31 +430,6 @@ def test_results_that_go_before_the_backward_wait_while_other_forwards_run() -> 
     assert run(let_go, [model], x) <= budget
 
 
-class Differentiates(Alternating):
-    """Its forward has a backward within, and is too large for the step's budget."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        with torch.enable_grad():
-            z = y.detach().requires_grad_()
-            z = torch.autograd.grad((z.sin() * z).sum(), z)[0]
-        return y * z
-
-
-@SEVERAL
-def test_a_step_whose_forwards_differentiate_is_measured_as_a_whole() -> None:
-    torch.manual_seed(0)
-    eager, x = Differentiates(3, 4 * WIDTH, prints=True), randn(ROWS, WIDTH, seed=1)
-    budget = int(0.8 * run(two_branches, [copy.deepcopy(eager)], x))
-    model = copy.deepcopy(eager)
-    handle = attach(model, budget, costs="flops", cache=False, on_infeasible="least")
-    for _ in range(2):
-        wanted, found = trained(two_branches, [eager], x), trained(two_branches, [model], x)
-    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
-    step = next(iter(handle.terms.steps._known.values()))
-    assert step.measured == step.chosen
-
-
 def test_budgets_that_hardly_differ_need_no_search_each() -> None:
     """What a step was seen to take beside its calls changes their budget a little, time after time."""
     assert serving([(1000, False)], 970, False) == serving([(1000, False)], 1030, False) == (1000, False)
