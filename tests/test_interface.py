@@ -171,7 +171,7 @@ def test_the_least_budget_as_it_is_printed_can_be_planned(name: str) -> None:
 def test_a_budget_below_the_minimum_names_the_line_that_sets_it() -> None:
     places = {
         "mlp": r"the backward of linear in 2\.",
-        "gpt": r"the backward of linear in layers\.2\.down at gpt\.py:\d+\.",
+        "gpt": r"the backward of gelu in layers\.2 at gpt\.py:\d+\.",
         "moving_average": r"the backward of mul at models\.py:\d+\.",
     }
     for name, place in places.items():

@@ -72,11 +72,15 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The best reruns within limits: their figures, a proven lower bound on time (ns), and whether they are optimal."""
+    """The best reruns within limits: their figures, and a proven lower bound on time (ns).
+
+    ``optimal``: proven to be the best. ``searched``: the search did not end at its time limit.
+    """
 
     figures: Figures
     bound: int
     optimal: bool
+    searched: bool
 
 
 def counted(problem: Problem, d: int) -> bool:

@@ -47,4 +47,4 @@ class ClosureModel:
         assert found is not None, "running everything again needs no bytes saved"
         chosen = {i for i, column in self.R.items() if column in found.ones}
         result = figures(self.view, late_runs(self.view, chosen))
-        return Solved(result, min(found.bound, result.time), found.optimal)
+        return Solved(result, min(found.bound, result.time), found.optimal, found.searched)

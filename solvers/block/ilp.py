@@ -43,7 +43,7 @@ class Grid:
 
 
 class TimeLimit:
-    """The time of a search. ``remaining()``: seconds left. ``stopped``: how many programs have ended without proof."""
+    """The time of a search. ``remaining()``: seconds left. ``stopped``: how many programs it ended."""
 
     def __init__(self, remaining: Callable[[], float] = lambda: inf) -> None:
         self.remaining = remaining
@@ -196,7 +196,7 @@ class _Series:
         if answer is None:
             self.infeasible = save
         else:
-            self.stopped += not answer.optimal
+            self.stopped += not answer.searched
             self.solved.append((save, answer))
         return answer
 

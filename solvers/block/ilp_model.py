@@ -188,4 +188,4 @@ class StagedModel:
             tuple(i for i in nodes if self.R[s, i] in found.ones) for s, (nodes, _) in enumerate(self.useful)
         )
         result = figures(self.view, runs)
-        return Solved(result, min(found.bound, result.time), found.optimal)
+        return Solved(result, min(found.bound, result.time), found.optimal, found.searched)

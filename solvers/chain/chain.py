@@ -26,7 +26,7 @@ from solvers.curve import Frontier, baselines_of
 from solvers.errors import InfeasibleError
 from solvers.liveness import drop_useless_runs, with_deletes
 from solvers.pareto import evenly, front
-from solvers.problem import Problem
+from solvers.problem import Block, Problem
 from solvers.schedule import Schedule
 from solvers.text import format_bytes
 from solvers.walker import Walk, step_name, walk
@@ -36,6 +36,9 @@ SLOTS = 1000
 
 SHORT = 100
 """Blocks up to which a table has ``SLOTS`` slots. Longer chains, whose tables take long, have half of them."""
+
+SINGLES = 60
+"""Nodes up to which each is tried as a block of its own."""
 
 WALKS = 100
 """Most schedules walked, per set of options, for the frontier and for small budgets."""
@@ -101,6 +104,7 @@ class ChainPlanner:
         self._solved: SolvedViews = {} if solved is None else solved
         self._loose: _Candidates | None = None
         self._all: _Candidates | None = None
+        self._single: _Candidates | None = None
         self._known = [ChainPlan(s, walk(problem, s), name) for name, s in all_baselines(problem).items()]
 
     @property
@@ -138,6 +142,18 @@ class ChainPlanner:
             self._loose = _Candidates(self.problem, options, self.slots)
         return self._loose
 
+    def _singles(self) -> _Candidates | None:
+        """With each node as a block of its own, if they are few. There is nothing to solve in a block of one node.
+
+        Where a graph has few blocks, the table has little to choose from, and where most blocks would have one node
+        that saves one tensor, its choices are the best ones.
+        """
+        if self._single is None and len(self.problem.nodes) <= SINGLES:
+            problem = with_single_nodes(self.problem)
+            options = kind_options(problem, Grid(unlimited=False, peaks=(), fresh_peaks=()))
+            self._single = _Candidates(problem, options, self.slots)
+        return self._single
+
     def _solve(self, grid: Grid, doing: str) -> Options:
         return kind_options(self.problem, grid, partial(self.report, doing), self.limit, self._solved)
 
@@ -164,6 +180,8 @@ class ChainPlanner:
     def found(self, budget: int) -> ChainPlan | None:
         """The cheapest plan within ``budget`` bytes that is found by bisection; None if it finds none."""
         plan = self._partial().cheapest(budget)
+        if singles := self._singles():
+            singles.cheapest(budget)
         if plan is None or self._is_small(budget):
             self._full().cheapest(budget)
         return self.best_known(budget)
@@ -174,13 +192,14 @@ class ChainPlanner:
     def best_known(self, budget: int) -> ChainPlan | None:
         """The cheapest plan within ``budget`` bytes of all that were walked so far."""
         walked = [*self._known]
-        for candidates in (self._loose, self._all):
+        for candidates in (self._loose, self._all, self._single):
             walked += candidates.walked.values() if candidates else ()
         return min((s for s in walked if s.peak <= budget), key=lambda s: (s.time, s.peak), default=None)
 
     def walked(self) -> list[ChainPlan]:
         """Plans of all kinds, from those that keep little to those that keep everything."""
-        return [*self._known, *self._partial().all(), *self._full().all()]
+        singles = self._singles()
+        return [*self._known, *self._partial().all(), *(singles.all() if singles else ()), *self._full().all()]
 
     def lower_bound(self, budget: int) -> int:
         """Nanoseconds that every schedule within ``budget`` bytes takes at least, whatever its class."""
@@ -194,6 +213,11 @@ class ChainPlanner:
         points = tuple((s.peak, s.overhead) for s in solutions)
         least = least_budget(self.problem)[0]
         return Frontier(solutions[0].peak, keep.peak, points, least, baselines_of(self.problem))
+
+
+def with_single_nodes(problem: Problem) -> Problem:
+    """``problem`` with each node as a block, of a kind of its own."""
+    return dataclasses.replace(problem, blocks=tuple(Block(i, i + 1, i) for i in range(len(problem.nodes))))
 
 
 def solve_chain(problem: Problem, budget: int) -> ChainPlan:

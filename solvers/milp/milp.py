@@ -67,12 +67,14 @@ class Outcome:
     """The result of a solver. ``values``: the best solution, or None if it has none.
 
     ``bound``: proven lower bound on the objective; ``INFINITY`` if it is proven that there is no solution. ``optimal``:
-    whether the solver ended with a proof, up to the gap asked for.
+    whether the solver ended with a proof, up to the gap asked for. ``searched``: whether it ended by itself, with a
+    proof or at a limit of its search that is none of time.
     """
 
     values: npt.NDArray[np.float64] | None
     bound: float
     optimal: bool
+    searched: bool
 
 
 class Interrupted(KeyboardInterrupt):
@@ -108,7 +110,7 @@ def run(
     """
     if not program.cost:
         feasible = all(lo <= 0 <= up for lo, up in zip(program.lower, program.upper, strict=True))
-        return Outcome(np.zeros(0) if feasible else None, 0.0 if feasible else INFINITY, True)
+        return Outcome(np.zeros(0) if feasible else None, 0.0 if feasible else INFINITY, True, True)
     if effort.name == "HiGHS":
         return _run_highs(program, effort, start)
     return _run_pulp(program, effort)
@@ -160,12 +162,13 @@ def _run_highs(
 def _outcome(solver: Any, program: IntegerProgram) -> Outcome:
     highspy, status, info = highs.load(), solver.getModelStatus(), solver.getInfo()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-        return Outcome(None, INFINITY, True)
+        return Outcome(None, INFINITY, True, True)
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = np.array(solver.getSolution().col_value) if feasible else None
     bound = info.mip_dual_bound if any(program.integer) else info.objective_function_value
     optimal = status == highspy.HighsModelStatus.kOptimal
-    return Outcome(values, max(0.0, bound) if np.isfinite(bound) else 0.0, optimal)
+    searched = optimal or status == highspy.HighsModelStatus.kSolutionLimit
+    return Outcome(values, max(0.0, bound) if np.isfinite(bound) else 0.0, optimal, searched)
 
 
 def _wait(solver: Any) -> KeyboardInterrupt | None:
@@ -226,11 +229,11 @@ def _run_pulp(program: IntegerProgram, effort: Effort) -> Outcome:
         )
     model.solve(solver)
     if model.sol_status == pulp.LpSolutionInfeasible:
-        return Outcome(None, INFINITY, True)
+        return Outcome(None, INFINITY, True, True)
     if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        return Outcome(None, 0.0, False)
+        return Outcome(None, 0.0, False, False)
     # ``status`` is "optimal" for every solution of CBC, proven or not; ``sol_status`` tells them apart.
     optimal = model.sol_status == pulp.LpSolutionOptimal
     objective = float(pulp.value(model.objective) or 0.0)
     values = np.array([float(v.varValue or 0.0) for v in x])
-    return Outcome(values, objective * (1 - effort.gap) if optimal else 0.0, optimal)
+    return Outcome(values, objective * (1 - effort.gap) if optimal else 0.0, optimal, optimal)

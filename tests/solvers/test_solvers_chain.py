@@ -11,9 +11,13 @@ from solver_cases import MIB, gpt_chain, lin_relu_lin
 from solver_strategies import problems
 
 from solvers import (
+    Backward,
+    Block,
     ChainPlanner,
+    Data,
     Grid,
     InfeasibleError,
+    Node,
     Problem,
     SolverOptions,
     all_baselines,
@@ -23,6 +27,7 @@ from solvers import (
     solve_chain,
     walk,
 )
+from solvers.chain.chain import with_single_nodes
 from solvers.chain.costs import ChainCosts, chain_costs, kind_options
 from solvers.chain.table import ChainTable
 
@@ -135,3 +140,21 @@ def test_transformer_chain() -> None:
     assert third.overhead < 0.1
     assert parse_schedule(problem, format_schedule(problem, third.schedule)) == third.schedule
     json.dumps(frontier.points)
+
+
+def test_a_chain_in_one_block_is_planned_as_a_chain() -> None:
+    """Options of one block have no checkpoints between its nodes."""
+    n = 12
+    nodes = tuple(
+        Node(f"n{i}", 100, (i - 1,) if i else (), (i,), 10, Backward(200, (i - 1,) if i else (), 10, 20, 10))
+        for i in range(n)
+    )
+    data = tuple(Data(f"d{i}", 10, i) for i in range(n))
+    whole = Problem(nodes, data, frozenset(), 0, (Block(0, n, 0),))
+    whole.verify()
+    chain = with_single_nodes(whole)
+    assert len(chain.blocks) == n
+    for kept in (3, 4, 6):
+        budget = kept * 10 + 20
+        best = ChainPlanner(whole).solve(budget)
+        assert best.time <= ChainPlanner(chain, grid=Grid(unlimited=False, peaks=(), fresh_peaks=())).solve(budget).time
