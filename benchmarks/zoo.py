@@ -29,7 +29,7 @@ import torch
 import torch.utils.checkpoint
 
 from rkgb.randomness import random_states
-from rkgb.trace.capture import preserved
+from rkgb.trace.preserved import preserved
 from rkgb.trees import flatten, tensors_of, unflatten
 from rockmate import Rockmate, measure_peak
 from rockmate.planning.plan import Plan

@@ -18,23 +18,15 @@ from rkgb.errors import UnsupportedError
 from rkgb.graphs import B_graph, Node, Ref, Source, Structure, refs
 from rkgb.randomness import own_generators
 from rkgb.sample import Call, Sample, call_of, check_module
-from rkgb.trace.capture import (
-    GIVEN_MEMORY,
-    Buffers,
-    HostRead,
-    RecordedCall,
-    Recorder,
-    call_in,
-    module_in,
-    outside_vmap,
-    preserved,
-)
+from rkgb.trace.capture import GIVEN_MEMORY, HostRead, RecordedCall, Recorder, call_in, module_in
 from rkgb.trace.distinct import DistinctCalls
 from rkgb.trace.guards import Guard
 from rkgb.trace.meta import OnMeta
 from rkgb.trace.other_draws import other_draws
+from rkgb.trace.preserved import Buffers, preserved
 from rkgb.trace.record import record
 from rkgb.trace.respelled import constant, data_of
+from rkgb.trace.tracer import outside_vmap
 from rkgb.trees import flatten, map_tensors
 
 # Python reads these results from a tensor's shape, not from its data. D computes them once and keeps the numbers.

@@ -18,19 +18,20 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.Btools import PRIMITIVES
-from rkgb.errors import TraceError, UnsupportedError
-from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Saved, Storage, Value, refs, substitute
+from rkgb.errors import UnsupportedError
+from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Value, substitute
 from rkgb.probe.contexts import context_tensors, next_number
 from rkgb.probe.decompose import is_split, split
 from rkgb.probe.names import with_display_names
+from rkgb.probe.operations import announced_writes, check_results, is_python
+from rkgb.probe.tracked import Ends, Generators, Storages
 from rkgb.program import computed, in_mode, same, source_values
-from rkgb.randomness import RandomSource, draws_unseen, node_generators, own_generators, random_bytes, watched_devices
+from rkgb.randomness import RandomSource, draws_unseen, node_generators, own_generators, watched_devices
 from rkgb.sample import Sample, call_of
 from rkgb.storages import counter_of, memory_of, storage_key, version_of
-from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import Guard, is_guard
 from rkgb.trace.meta import Draws, node_on, run_on_meta, stood_for
-from rkgb.trace.operators import STATISTICS, written_arguments
+from rkgb.trace.preserved import drop_saved, preserved
 
 _DRAW_BY_VALUES = frozenset("poisson binomial rrelu rrelu_ rrelu_with_noise rrelu_with_noise_".split())
 
@@ -97,79 +98,9 @@ def _run(
         return run, [run.env[v].detach() for v in b.outputs]
 
 
-class _Storages:
-    """The storages that the run has allocated or read; live ones are found by address."""
-
-    def __init__(self) -> None:
-        self.all: list[Storage] = []
-        self.live: dict[int, int] = {}  # address -> index
-        self.holders: dict[int, set[int]] = {}  # index -> live values in the storage
-
-    def add(self, v: int, t: torch.Tensor, owner: int | None) -> int:
-        """The storage of value ``v``; a new one is ``owner``'s, or of source ``v`` if that is None."""
-        memory = memory_of(t)
-        if memory._cdata not in self.live:
-            self.live[memory._cdata] = len(self.all)
-            self.all.append(Storage(memory.nbytes(), owner))
-        s = self.live[memory._cdata]
-        if owner is None:
-            self.all[s] = dataclasses.replace(self.all[s], source=v)
-        self.holders.setdefault(s, set()).add(v)
-        return s
-
-    def remove(self, v: int, t: torch.Tensor, s: int) -> None:
-        """Forget value ``v``, the tensor ``t`` in storage ``s``."""
-        self.holders[s].discard(v)
-        if not self.holders[s]:
-            del self.live[storage_key(t)]
-
-    def saved(self, memory: list[torch.UntypedStorage]) -> Saved:
-        """``memory``, as storages of the graph and bytes of others."""
-        known = tuple(dict.fromkeys(self.live[x._cdata] for x in memory if x._cdata in self.live))
-        return Saved(known, tuple({x._cdata: x.nbytes() for x in memory if x._cdata not in self.live}.values()))
-
-
-class _Generators:
-    """The states of the generators that operations may draw from, as bytes, which are compared fast."""
-
-    def __init__(self, devices: tuple[torch.device, ...], own: Sequence[torch.Generator]) -> None:
-        self.devices, self.own = devices, own
-        self.states: dict[RandomSource, bytes] = {}
-
-    def before(self, node: Node) -> Iterable[RandomSource]:
-        """What ``node`` may draw from, whose states are known from now on."""
-        held = self.own if is_python(node) else node_generators(node)
-        drawn: dict[RandomSource, None] = dict.fromkeys((*self.devices, *held))
-        for x in drawn:
-            if x not in self.states:
-                self.states[x] = random_bytes(x)
-        return drawn
-
-    def moved(self, drawn: Iterable[RandomSource]) -> tuple[RandomSource, ...]:
-        """Those of ``drawn`` whose state is another one now."""
-        now = [(x, random_bytes(x)) for x in drawn]
-        moved = tuple(x for x, state in now if self.states[x] != state)
-        self.states.update(now)
-        return moved
-
-
 def _counts(t: torch.Tensor) -> bool:
     """Whether ``t`` has a version counter that a tensor without memory can have, too."""
     return t.layout == torch.strided and not t.is_inference()
-
-
-class _Ends:
-    """The values that are freed after each node of B, because no later node reads them."""
-
-    def __init__(self, b: B_graph) -> None:
-        last = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
-        last.update(dict.fromkeys(b.outputs, len(b.nodes)))
-        self.at: dict[int, list[int]] = defaultdict(list)
-        for v, k in last.items():
-            if v not in b.sources:
-                self.at[k].append(v)
-        for k, n in enumerate(b.nodes):
-            self.at[k] += [v for v in n.outputs if v not in last]
 
 
 class _Probe:
@@ -188,9 +119,9 @@ class _Probe:
         self.env: dict[int, torch.Tensor] = {}
         self.folded: dict[int, Any] = {}
         self.values: dict[int, Value] = {}
-        self.storages = _Storages()
-        self.generators = _Generators(() if device else watched_devices(sources.values()), own)
-        self.ends = _Ends(b)
+        self.storages = Storages()
+        self.generators = Generators(() if device else watched_devices(sources.values()), own)
+        self.ends = Ends(b)
         self.numbers_read = False
         self.packed: list[torch.Tensor] = []  # by the node that runs; held so that addresses tell them apart
         self.savers: dict[int, list[tuple[int, torch.Tensor, int]]] = defaultdict(list)  # of each storage: see _spoil
@@ -287,7 +218,7 @@ class _Probe:
         first = next_number()
         with nullcontext() if self.device is None else Draws() as draws:
             results = computed(self._runs(node), self.env.__getitem__)
-        _check_results(node, results)
+        check_results(node, results)
         unseen = draws_unseen(node, [self.env[v] for v in reads])
         moved = self.generators.moved(drawn) or self._may_draw(node, reads)
         if draws is not None and draws.came:
@@ -375,44 +306,6 @@ class _Probe:
             tuple(self.facts),
             made_by=(*b.made_by, "probe"),
         )
-
-
-def _check_results(node: Node, results: tuple[Any, ...]) -> None:
-    """Raise an error for results that no plan can hold."""
-    if not all(isinstance(r, torch.Tensor) for r in results):
-        kinds = ", ".join(type(r).__name__ for r in results)
-        raise TraceError(
-            f"{node.name} at {node.line} returns {kinds}, and operations of a plan return tensors alone. An "
-            "autograd.Function does so where it counts or changes something else: do that outside of it"
-        )
-    for t in results:
-        if t.layout != torch.strided or t.is_nested:
-            raise UnsupportedError(
-                f"{node.name} at {node.line} makes a {'nested' if t.is_nested else 'sparse'} tensor, which no plan "
-                "can keep or drop. Plan the submodules around that line instead of the whole module."
-            )
-
-
-def is_python(node: Node) -> bool:
-    """Whether the operation is Python (an ``autograd.Function``), of which no schema says what it does."""
-    return not hasattr(node.op, "_schema") and not is_guard(node)
-
-
-def announced_writes(node: Node) -> set[int]:
-    """The values that the operation writes to by its schema.
-
-    In-place operations are left out, since version counters show their writes. An operation that returns nothing
-    (``retain_grad``, ``record_stream``) changes no contents. In training batch norm writes its running statistics,
-    which its schema does not say; they may come out as they were.
-    """
-    schema = getattr(node.op, "_schema", None)
-    if schema is None or node.name.endswith("_"):
-        return set()
-    given = {x.name: a for x, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
-    names = [name for _, name in written_arguments(node.op)] if schema.returns else []
-    if node.name in STATISTICS and any(given.get(flag) for flag in ("training", "use_input_stats")):
-        names += ["running_mean", "running_var"]
-    return {v for name in names for v in refs([given.get(name)])}
 
 
 def _refuse(_: None) -> torch.Tensor:

@@ -23,8 +23,8 @@ from rkgb.Ktools import K_graph, S_to_K, with_extra
 from rkgb.notebook import Displayed
 from rkgb.probe.check import checked
 from rkgb.sample import Call, Sample, call_of, check_module
-from rkgb.trace.capture import attributes_preserved
 from rkgb.trace.patches import TRACING
+from rkgb.trace.preserved import attributes_preserved
 
 Graph = B_graph | D_graph | S_graph | K_graph
 

@@ -10,7 +10,7 @@ import torch
 
 from gpu_run.context import ROOT, Context, load, portion
 from gpu_run.models import torchvision_models
-from rkgb.trace.capture import preserved
+from rkgb.trace.preserved import preserved
 from rkgb.trees import tensors_of
 from rockmate import Rockmate
 

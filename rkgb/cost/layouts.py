@@ -23,7 +23,7 @@ from rkgb.graphs import S_graph, S_node, Value
 from rkgb.probe.numbers import strides_as
 from rkgb.program import source_values
 from rkgb.storages import storage_key
-from rkgb.trace.capture import preserved
+from rkgb.trace.preserved import preserved
 
 _LARGE = 2**24  # bytes
 

@@ -26,8 +26,8 @@ from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import S_graph, S_node
 from rkgb.nodes import kept_bytes
 from rkgb.program import run_node, source_values
-from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.guards import is_guard
+from rkgb.trace.preserved import drop_saved, preserved
 
 __all__ = ["Cost", "InputGradient", "Kept", "Known", "check_costs", "measure_nodes"]
 

@@ -18,7 +18,7 @@ from rkgb.cost.memory import measure_memory, storage_bytes
 from rkgb.cost.piece import backward_memory, feed, ignore
 from rkgb.device import kind_of
 from rkgb.storages import memory_of, storage_key
-from rkgb.trace.capture import preserved
+from rkgb.trace.preserved import preserved
 
 TimesOf = Callable[[NodeRun, tuple[int, int]], Times]
 """The times of a node, from a run of it and what one forward and its backward were seen to take."""

@@ -14,7 +14,7 @@ from rkgb.cost.usage import differentiable
 from rkgb.device import kind_of
 from rkgb.graphs import S_graph, S_node
 from rkgb.program import source_values
-from rkgb.trace.capture import preserved
+from rkgb.trace.preserved import preserved
 
 
 def warm(s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rkgb.blocks.simplify import D_to_S
 from rkgb.Btools import trace, trace_without_data
 from rkgb.cost.layouts import strides_of_new
-from rkgb.Dtools import is_python, probe, probe_again
+from rkgb.Dtools import probe, probe_again
 from rkgb.graphs import B_graph, D_graph
 from rkgb.nodes import kept_bytes
 from rkgb.probe.names import with_display_names
+from rkgb.probe.operations import is_python
 from rkgb.probe.resize import graph_without_data, is_same, is_same_program, on_device, program_without_data
 from rkgb.probe.skeleton import skeleton
 from rkgb.program import in_mode

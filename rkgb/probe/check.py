@@ -20,10 +20,10 @@ from rkgb.errors import MismatchError, UnsupportedError
 from rkgb.graphs import B_graph, D_graph, Node
 from rkgb.program import run_node, same, source_values
 from rkgb.sample import Call
-from rkgb.trace.capture import Buffers, attributes_preserved, drop_saved, preserved
 from rkgb.trace.guards import GuardFailed, is_guard
 from rkgb.trace.operators import WritesSeen
 from rkgb.trace.patches import traceable
+from rkgb.trace.preserved import Buffers, attributes_preserved, drop_saved, preserved
 from rkgb.trace.written import put_back
 from rkgb.trees import tensors_of
 

@@ -1,22 +1,18 @@
 """Observation of a module while it is traced: captured tensors, reads by Python, random draws, and modes.
 
-Only this file and ``rkgb/trace/record.py`` call PyTorch's private tracing functions.
+Only this file, ``rkgb/trace/tracer.py`` and ``rkgb/trace/record.py`` call PyTorch's private tracing functions.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 
 from rkgb.device import KINDS
 from rkgb.errors import UnsupportedError
@@ -24,10 +20,7 @@ from rkgb.graphs import Mode
 from rkgb.randomness import (
     RandomSource,
     generators_in,
-    own_generators,
     random_bytes,
-    random_state,
-    set_random_state,
     watched_devices,
 )
 from rkgb.storages import has_memory
@@ -37,6 +30,16 @@ from rkgb.trace.lines import user_line
 from rkgb.trace.meta import OnMeta
 from rkgb.trace.recurrent import RECURRENT, CastWeights
 from rkgb.trace.respelled import Respelled, respelled
+from rkgb.trace.tracer import (
+    call_name,
+    constant_of,
+    is_constant,
+    outside_vmap,
+    scoped,
+    untraced,
+    uses,
+    without_override,
+)
 from rkgb.trace.written import Written
 from rkgb.trees import map_tensors, tensors_in
 
@@ -58,9 +61,6 @@ GIVEN_MEMORY = (
     "forward gives a tensor the memory of another (.data = … at {line}), which a plan would not do again. Write into "
     "it instead (.data.copy_(…)), or compute a new tensor."
 )
-
-# Operations that return what they are given, if it is of the right kind.
-_SAME = frozenset("aten::" + name for name in "to lift_fresh resolve_conj resolve_neg detach alias".split())
 
 # Not recorded: sizes, which are plain numbers in a trace, and printing.
 _UNRECORDED = frozenset(
@@ -88,77 +88,6 @@ def current_mode() -> Mode:
         tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
         () if kernels == USUAL_ATTENTION else kernels,
     )
-
-
-def drop_saved() -> saved_tensors_hooks:
-    """A context in which autograd saves no tensors, so that peak memory is that of inference."""
-
-    def refuse(_: None) -> torch.Tensor:
-        raise RuntimeError("a tensor dropped while the module was observed is needed: backward ran inside forward")
-
-    return saved_tensors_hooks(lambda _: None, refuse)
-
-
-@contextlib.contextmanager
-def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: Sequence[str] = ()) -> Iterator[None]:
-    """A context that restores buffers, inputs, generators and the tensors named in ``written`` at its end.
-
-    Version counters are restored, too, since autograd graphs from before may have saved these tensors.
-    """
-    drawn: list[RandomSource] = [*watched_devices((*inputs, *model.parameters())), *own_generators(model.modules())]
-    states = [(x, random_state(x)) for x in drawn]
-    buffers = dict(model.named_buffers())
-    holders = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
-    kept = [*buffers.values(), *inputs, *(_held(model, name) for name in written)]
-    copies = [(t, t.detach().clone()) for t in kept if t.layout == torch.strided and not t.is_meta]
-    counted = tuple(t for t, _ in copies if not t.is_inference())
-    versions = tuple(t._version for t in counted)
-    try:
-        yield
-    finally:
-        for module, name, b in holders:
-            module._buffers[name] = b
-        with torch.no_grad():
-            for t, copy in copies:
-                if t.shape != copy.shape:  # statistics of quantization get their size in the first call
-                    t.resize_(copy.shape)
-                if not torch.equal(t, copy):
-                    t.copy_(copy)
-        torch._C._autograd._unsafe_set_version_counter(counted, versions)
-        for x, state in states:
-            set_random_state(x, state)
-
-
-class Buffers:
-    """The buffers of a module and its submodules, to compare with after a forward."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._before = [(n, m, k, b) for n, m in model.named_modules() for k, b in m._buffers.items()]
-
-    def assigned(self) -> dict[str, torch.Tensor]:
-        """The buffers that forward replaced by other tensors, by qualified name."""
-        now = [(f"{n}.{k}" if n else k, m._buffers.get(k), b) for n, m, k, b in self._before]
-        return {name: t for name, t, before in now if t is not before and t is not None}
-
-
-def _held(model: torch.nn.Module, name: str) -> torch.Tensor:
-    module, _, key = name.rpartition(".")
-    tensor: torch.Tensor = getattr(model.get_submodule(module), key)
-    return tensor
-
-
-@contextlib.contextmanager
-def attributes_preserved(model: torch.nn.Module) -> Iterator[None]:
-    """A context that restores numbers in the modules' attributes at its end, such as counters of calls.
-
-    Caches, hooks and flags that forward sets in its first run stay, as they depend on each other.
-    """
-    numbers = [(m, k, x) for m in model.modules() for k, x in vars(m).items() if type(x) in (int, float)]
-    try:
-        yield
-    finally:
-        for module, name, number in numbers:
-            setattr(module, name, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +161,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if tracing is None or self.inside_function:
             return self.call(func, args, kwargs)
-        name = _call_name(func)
+        name = call_name(func)
         self._refuse(func, name, args)
         if name in _UNRECORDED:
             if self.of_any_size and name in _SIZES:
@@ -247,7 +176,7 @@ class Recorder(TorchFunctionMode):
             return self._recorded_as(tracing, what, args[0])
         if name in _HOST_READS and any(True for _ in tensors_in((args, kwargs))):
             return self._read(tracing, func, name.split(".")[-1].strip("_"), args, kwargs)
-        inner = _without_override(func)
+        inner = without_override(func)
         if inner is not None:
             with self:
                 return inner(*args, **kwargs)
@@ -283,7 +212,7 @@ class Recorder(TorchFunctionMode):
             copies = self.written.before(name, (args, kwargs))
         numbers = [t for t in tensors_in((args, kwargs)) if not t.dim() and has_memory(t)]
         traced = [_C._get_value_trace(t) for t in numbers]
-        uses = [*map(_uses, traced)]
+        used = [*map(uses, traced)]
         try:
             with scoped(tracing, self.scope(generator)):
                 given = self.cast_weights(args, current_mode()) if func in RECURRENT else args
@@ -294,8 +223,8 @@ class Recorder(TorchFunctionMode):
         if calls and form and any(True for _ in tensors_in((args, kwargs, result))):  # it is no switch of modes
             calls.note(form)
         if numbers and any(True for _ in tensors_in(result)):
-            for t, value, before_call in zip(numbers, traced, uses, strict=True):
-                if _uses(value) == before_call:
+            for t, value, before_call in zip(numbers, traced, used, strict=True):
+                if uses(value) == before_call:
                     self._read(tracing, torch.Tensor.item, "item", (t,), {})
         drawn = self._states(tracing, generator) != before if self.on_meta is None else self.on_meta.draws
         if drawn:
@@ -364,11 +293,11 @@ class Recorder(TorchFunctionMode):
 
     def _may_change(self, tracing: Any, t: torch.Tensor) -> None:
         """If the trace has ``t`` as a constant, have it as a copy of a constant, which the module may change."""
-        if t.requires_grad or not has_memory(t) or not _is_constant(_C._get_value_trace(t)):
+        if t.requires_grad or not has_memory(t) or not is_constant(_C._get_value_trace(t)):
             return
         value = _C._get_value_trace(t)
         with untraced(tracing):
-            constant = _constant_of(value) if t.is_meta else t.clone()
+            constant = constant_of(value) if t.is_meta else t.clone()
         with scoped(tracing, self.scope()):
             _C._set_value_trace(t, _C._get_value_trace(constant.clone()))
 
@@ -385,80 +314,5 @@ def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return func(*args, **kwargs)
 
 
-def _uses(value: Any) -> int:
-    """How many operations of the trace read a value."""
-    return len(list(value.uses()))
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether a value of the trace is a tensor that came from nowhere, as torch's constructors and NumPy make them."""
-    constant: bool = _origin(value).kind() == "prim::Constant"
-    return constant
-
-
-def _constant_of(value: Any) -> torch.Tensor:
-    """The tensor that such a value is."""
-    made: torch.Tensor = _origin(value).t("value").clone()
-    return made
-
-
-def _origin(value: Any) -> Any:
-    while value.node().kind() in _SAME:
-        value = next(value.node().inputs())
-    return value.node()
-
-
-@functools.cache
-def _without_override(func: Any) -> Callable[..., Any] | None:
-    """``func``, if it is a function in Python of torch's, without its own question whether a mode overrides it.
-
-    So the recorder sees each call in it: those under ``no_grad``, and what Python reads from tensors.
-    """
-    if not isinstance(func, FunctionType) or func.__module__ not in ("torch.nn.functional", "torch.functional"):
-        return None
-    asks = {name: _overridden_by_nothing for name in func.__code__.co_names if name.startswith("has_torch_function")}
-    if not asks or "_get_tracing_state" in func.__code__.co_names:  # it does otherwise where sizes are traced
-        return None
-    made = FunctionType(func.__code__, {**func.__globals__, **asks}, func.__name__, func.__defaults__, func.__closure__)
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
-
-
-def _overridden_by_nothing(*_: Any) -> bool:
-    return False
-
-
 def _mark(t: torch.Tensor) -> torch.Tensor:
     return t.new_empty(0) if t.layout == torch.strided else t.detach()
-
-
-def outside_vmap(t: torch.Tensor) -> torch.Tensor:
-    """The tensor outside of ``vmap`` to which a tensor inside belongs."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(t):
-        t = torch._C._functorch.get_unwrapped(t)
-    return t
-
-
-@functools.lru_cache(4096)
-def _call_name(func: Any) -> str:
-    return ".".join((resolve_name(func) or getattr(func, "__name__", str(func))).split(".")[-2:])
-
-
-@contextlib.contextmanager
-def scoped(tracing: Any, name: str) -> Iterator[None]:
-    """A context in which what the tracer records is in the scope ``name``."""
-    tracing.push_scope(name)
-    try:
-        yield
-    finally:
-        tracing.pop_scope()
-
-
-@contextlib.contextmanager
-def untraced(tracing: Any) -> Iterator[None]:
-    """A context in which the tracer records nothing."""
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]

@@ -6,7 +6,9 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._functorch.eager_transforms
@@ -57,58 +59,53 @@ def _in_this_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def traceable() -> Iterator[None]:
     """A context in which the tracer records all that a module does in eager mode. One thread at a time."""
-    with (
-        TRACING,
-        _in_this_thread(),
-        _plain_checkpoint(),
-        _scripts_as_python(),
-        _stateless_as_eager(),
-        _sizes_checked(),
-        _no_inner_gradients(),
-        _libraries_as_eager(),
+    with TRACING, _in_this_thread(), contextlib.ExitStack() as changes:
+        for owner, name, new in _changes():
+            changes.enter_context(patch.object(owner, name, new))
+        yield
+
+
+def _changes() -> Iterator[tuple[Any, str, Any]]:
+    """What is another one meanwhile: its owner, its name there, and what it is."""
+    # Reentrant checkpoints run their function directly, since the plan decides what is recomputed.
+    yield torch.utils.checkpoint.CheckpointFunction, "apply", staticmethod(lambda run, preserve, *args: run(*args))
+    # Scripted functions run as their Python source, to be recorded; scripted modules have none.
+    yield torch.jit.ScriptFunction, "__call__", _run_source
+    yield torch.jit.ScriptModule, "__call__", _refuse_scripted
+    # ``functional_call`` and ``parametrize.cached`` refuse to run under the tracer.
+    jit, c = _Other(torch.jit, is_tracing=lambda: False), _Other(torch._C, _get_tracing_state=lambda: None)
+    for module in (torch.nn.utils.stateless, torch.nn.utils.parametrize):
+        yield module, "torch", _Other(torch, jit=jit, _C=c)
+    yield torch, "_check_with", partial(_check_with, torch._check_with)
+    # Derivatives by torch.func: the first call of reverse mode, and of forward mode.
+    for owner, name in (
+        (torch.autograd.graph, "disable_saved_tensors_hooks"),
+        (torch._functorch.eager_transforms, "jvp_increment_nesting"),
     ):
-        yield
+        yield owner, name, partial(_refuse_derivatives, getattr(owner, name))
+    # transformers and torchvision take other paths under a tracer.
+    for library, name in (("transformers.utils.import_utils", "is_jit_tracing"), ("torchvision", "_is_tracing")):
+        if hasattr(sys.modules.get(library), name):
+            yield sys.modules[library], name, lambda: False
 
 
-@contextlib.contextmanager
-def _plain_checkpoint() -> Iterator[None]:
-    """Reentrant checkpoints run their function directly, since the plan decides what is recomputed."""
-    cls = torch.utils.checkpoint.CheckpointFunction
-    cls.apply = staticmethod(lambda function, preserve, *args: function(*args))  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del cls.apply
+_SCRIPT_CALL: Any = torch.jit.ScriptFunction.__call__
 
 
-@contextlib.contextmanager
-def _scripts_as_python() -> Iterator[None]:
-    """Scripted functions run as their Python source, to be recorded; scripted modules have none, and are refused."""
-    function: Any = torch.jit.ScriptFunction
-    module: Any = torch.jit.ScriptModule
-    original = function.__call__
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"a scripted module ({self.original_name}) has no operations that a graph could show: give the Python "
-            "module, unscripted, instead"
-        )
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        python = getattr(self, "_torchdynamo_inline", None)
-        return original(self, *args, **kwargs) if python is None else python(*args, **kwargs)
-
-    function.__call__ = call
-    module.__call__ = refuse
-    try:
-        yield
-    finally:
-        function.__call__ = original
-        del module.__call__
+def _run_source(self: Any, *args: Any, **kwargs: Any) -> Any:
+    python = getattr(self, "_torchdynamo_inline", None)
+    return _SCRIPT_CALL(self, *args, **kwargs) if python is None else python(*args, **kwargs)
 
 
-class _Untraced:
-    """Takes the place of ``torch`` in modules that ask whether they are traced; it answers no."""
+def _refuse_scripted(self: Any, *_: Any, **__: Any) -> Any:
+    raise UnsupportedError(
+        f"a scripted module ({self.original_name}) has no operations that a graph could show: give the Python module, "
+        "unscripted, instead"
+    )
+
+
+class _Other:
+    """Takes the place of a module in those that ask whether they are traced: as ``original``, with these answers."""
 
     def __init__(self, original: Any, **answers: Any) -> None:
         self._original = original
@@ -118,79 +115,15 @@ class _Untraced:
         return getattr(self._original, name)
 
 
-@contextlib.contextmanager
-def _stateless_as_eager() -> Iterator[None]:
-    """``functional_call`` and ``parametrize.cached`` run under the tracer, which they would otherwise refuse."""
-    untraced = _Untraced(
-        torch,
-        jit=_Untraced(torch.jit, is_tracing=lambda: False),
-        _C=_Untraced(torch._C, _get_tracing_state=lambda: None),
-    )
-    asking: tuple[Any, ...] = (torch.nn.utils.stateless, torch.nn.utils.parametrize)
-    for module in asking:
-        module.torch = untraced
-    try:
-        yield
-    finally:
-        for module in asking:
-            module.torch = torch
-
-
-@contextlib.contextmanager
-def _sizes_checked() -> Iterator[None]:
+def _check_with(original: Any, error: type[Exception], condition: Any, message: Any) -> Any:
     """``torch._check`` takes a tensor as its condition: under the tracer, sizes in torch's functions are tensors."""
-    library: Any = torch
-    original = library._check_with
-
-    def check(error: type[Exception], condition: Any, message: Any) -> Any:
-        return original(error, bool(condition) if is_traced() else condition, message)
-
-    library._check_with = check
-    try:
-        yield
-    finally:
-        library._check_with = original
+    return original(error, bool(condition) if is_traced() else condition, message)
 
 
-@contextlib.contextmanager
-def _no_inner_gradients() -> Iterator[None]:
-    """``torch.func`` refuses to compute derivatives, forward and reverse, and names the user's line."""
-    places: tuple[tuple[Any, str], ...] = (
-        (torch.autograd.graph, "disable_saved_tensors_hooks"),  # the first call of reverse mode
-        (torch._functorch.eager_transforms, "jvp_increment_nesting"),
+def _refuse_derivatives(original: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_traced():  # another thread's
+        return original(*args, **kwargs)
+    raise UnsupportedError(
+        f"the call at {user_line()} computes derivatives inside forward (torch.func), which no plan can foresee. Plan "
+        "the submodules that do not, instead of the whole module."
     )
-    originals = [getattr(module, name) for module, name in places]
-
-    def refusing(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not is_traced():  # another thread's
-                return original(*args, **kwargs)
-            raise UnsupportedError(
-                f"the call at {user_line()} computes derivatives inside forward (torch.func), which no plan can "
-                "foresee. Plan the submodules that do not, instead of the whole module."
-            )
-
-        return call
-
-    for (module, name), original in zip(places, originals, strict=True):
-        setattr(module, name, refusing(original))
-    try:
-        yield
-    finally:
-        for (module, name), original in zip(places, originals, strict=True):
-            setattr(module, name, original)
-
-
-@contextlib.contextmanager
-def _libraries_as_eager() -> Iterator[None]:
-    """transformers and torchvision take the paths of eager mode, though a tracer is active."""
-    questions = (("transformers.utils.import_utils", "is_jit_tracing"), ("torchvision", "_is_tracing"))
-    asked = [(sys.modules[module], name) for module, name in questions if hasattr(sys.modules.get(module), name)]
-    originals = [getattr(module, name) for module, name in asked]
-    for module, name in asked:
-        setattr(module, name, lambda: False)
-    try:
-        yield
-    finally:
-        for (module, name), original in zip(asked, originals, strict=True):
-            setattr(module, name, original)

@@ -12,10 +12,12 @@ import torch
 from rkgb.device import KINDS
 from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
 from rkgb.trace.attention import attention_by, attention_kernels
-from rkgb.trace.capture import Recorder, call_in, drop_saved, untraced
+from rkgb.trace.capture import Recorder, call_in
 from rkgb.trace.lines import place, user_line
 from rkgb.trace.patches import traceable
+from rkgb.trace.preserved import drop_saved
 from rkgb.trace.respelled import spell_booleans
+from rkgb.trace.tracer import untraced
 from rkgb.trees import tensors_in
 
 _C: Any = torch._C

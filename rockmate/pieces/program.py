@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from rkgb.program import in_mode
-from rkgb.trace.capture import drop_saved, preserved
+from rkgb.trace.preserved import drop_saved, preserved
 from rockmate.calls.captured import Checkpointed
 from rockmate.pieces.choice import Choices
 from rockmate.pieces.dropout import with_seeds

@@ -14,8 +14,8 @@ from rkgb.errors import GraphError, UnsupportedError
 from rkgb.graphs import S_graph
 from rkgb.pipeline import Shows, make_all_graphs
 from rkgb.sample import Call, Sample, call_of
-from rkgb.trace.capture import drop_saved, preserved
 from rkgb.trace.operators import WritesSeen
+from rkgb.trace.preserved import drop_saved, preserved
 from rkgb.trace.written import put_back
 from rockmate.errors import CannotBeCalledError, InputError, PlanError
 from rockmate.planning.artefact import SavedPlan

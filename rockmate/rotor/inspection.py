@@ -21,8 +21,8 @@ from rkgb.device import kind_of, one_device
 from rkgb.program import same
 from rkgb.randomness import refuse_unseen_draws, set_random_state, state_bytes
 from rkgb.storages import storage_key, versions_of
-from rkgb.trace.capture import preserved
 from rkgb.trace.other_draws import other_draws
+from rkgb.trace.preserved import preserved
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
 from rockmate.rotor.parts import Function, Moment, detached

@@ -12,7 +12,7 @@ import torch
 
 from rkgb.graphs import Mode, Node, Ref, refs
 from rkgb.program import in_mode
-from rkgb.trace.capture import drop_saved
+from rkgb.trace.preserved import drop_saved
 
 Function = Callable[[dict[int, torch.Tensor]], None]
 """Takes what a node reads from values by their numbers, and puts what it makes there."""

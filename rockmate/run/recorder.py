@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.program import in_mode
 from rkgb.randomness import random_state
-from rkgb.trace.capture import drop_saved
+from rkgb.trace.preserved import drop_saved
 from rockmate.run.program import NodeCode
 from rockmate.run.slots import Call, Finder, Slot, unpack, version_of
 from rockmate.run.store import Store

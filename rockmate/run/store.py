@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rkgb.randomness import drawing_again
 from rkgb.settings import settings
 from rkgb.storages import storage_key
-from rkgb.trace.capture import drop_saved
+from rkgb.trace.preserved import drop_saved
 from rockmate.calls.surroundings import ANOTHER, running_in, warn_unplanned
 from rockmate.errors import GoneError
 from rockmate.run.program import NodeCode, Program
