@@ -48,9 +48,7 @@ def capture_under_settings() -> None:
     """Where a call of ours is captured, TorchDynamo has the settings of that call (``CAPTURING``). Calls that run as
     they were captured go without: to set and reset them takes longer than the guards of many models.
     """
-    wrapper = torch._dynamo.convert_frame.CatchErrorsWrapper
-    if not hasattr(wrapper.__call__, "__wrapped__"):
-        wrap(wrapper, "__call__", _under_settings)
+    wrap(torch._dynamo.convert_frame.CatchErrorsWrapper, "__call__", _under_settings)
 
 
 def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
@@ -64,11 +62,7 @@ def explain_in_any_case() -> None:
     """TorchDynamo captures again where a tensor is given twice, and fails where it looks for the reason in an argument
     that was left out. Then it goes on without a reason. For all that compile: nothing else changes.
     """
-    guards = torch._dynamo.guards
-    explain = getattr(guards, _EXPLAINS, None)
-    if explain is None or hasattr(explain, "__wrapped__"):
-        return
-    wrap(guards, _EXPLAINS, _explained)
+    wrap(torch._dynamo.guards, "recompilation_reason_for_no_tensor_aliasing_guard", _explained)
 
 
 def _explained(explain: Callable[..., Any], *args: Any) -> Any:
@@ -76,9 +70,6 @@ def _explained(explain: Callable[..., Any], *args: Any) -> Any:
         return explain(*args)
     except (KeyError, IndexError, AttributeError, TypeError):
         return ["Duplicate tensors found"]
-
-
-_EXPLAINS = "recompilation_reason_for_no_tensor_aliasing_guard"
 
 
 def hide_own_warnings() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import threading
 from collections.abc import Hashable, Iterator, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -199,42 +197,6 @@ def modes_again(modes: list[Any]) -> Iterator[None]:
     finally:
         for _ in modes:
             _pop_mode()
-
-
-def modules_that_ask() -> list[Any]:
-    """Models of transformers that compute otherwise, with other bits, where they are compiled."""
-    found = [m for name, m in sys.modules.items() if name.startswith("transformers.models.")]
-    return [m for m in found if isinstance(vars(m).get(_QUESTION), FunctionType)]
-
-
-@contextlib.contextmanager
-def as_eager(asking: list[Any]) -> Iterator[None]:
-    """``asking``, from ``modules_that_ask``, do what they do in eager mode. Several threads may enter."""
-    with _ASKING:
-        for m in asking:
-            original, entered = _originals.get(m, (getattr(m, _QUESTION), 0))
-            _originals[m] = original, entered + 1
-            setattr(m, _QUESTION, _never)
-    try:
-        yield
-    finally:
-        with _ASKING:
-            for m in asking:
-                original, entered = _originals.pop(m)
-                if entered > 1:
-                    _originals[m] = original, entered - 1
-                else:
-                    setattr(m, _QUESTION, original)
-
-
-_QUESTION = "is_torchdynamo_compiling"
-_ASKING = threading.Lock()
-_originals: dict[Any, tuple[Any, int]] = {}
-"""By module that asks: what it asks, and how many times it is entered."""
-
-
-def _never() -> bool:
-    return False
 
 
 @contextlib.contextmanager
