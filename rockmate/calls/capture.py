@@ -21,10 +21,12 @@ from rkgb.warn import warn
 from rockmate.calls.captured import kinds_of_sources, line_of, numpy_function, of_derivatives
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import (
+    RECURRENT,
     capture_under_settings,
     explain_in_any_case,
     hide_own_logs,
     hide_own_warnings,
+    know_sizes_of_recurrent_layers,
     new_entry,
     settings,
 )
@@ -32,7 +34,6 @@ from rockmate.calls.effects import check_checkpoints, check_effects, graphs_with
 from rockmate.calls.front import Front
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
 from rockmate.calls.numbers import is_number
-from rockmate.calls.recurrent import RECURRENT, know_sizes_of_recurrent_layers
 from rockmate.calls.surroundings import (
     keep_draws_of_other_threads,
     modes_again,

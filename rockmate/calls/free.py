@@ -135,13 +135,7 @@ class FreeCalls:
     def fits_beside(self, kind: Hashable) -> bool:
         """Whether such a call, which is supposed to fit, need not be planned with others of its step, either."""
         steps = self.front.terms.steps
-        if not steps.is_one_of_several(kind):
-            return True
         return not steps.is_known(kind) and steps.held() + self._rough[kind].alone.backward <= self.front.budget
-
-    def run(self, kind: Hashable, call: Callable[[], Any]) -> Any:
-        """What ``call`` returns, which is of this ``kind``, and has a turn in its step."""
-        return self._run(kind, call, None, [])
 
     def run_measured(self, kind: Hashable, call: Callable[[], Any]) -> Any:
         """The same; how much memory the step takes shows whether later ones are to be planned."""
@@ -172,15 +166,20 @@ class FreeCalls:
                     BudgetWarning,
                 )
 
-        return self._run(kind, call, WholeLook(rough.device, forward_measured, measured), turns)
+        return self.run(kind, call, WholeLook(rough.device, forward_measured, measured), turns)
 
-    def _run(self, kind: Hashable, call: Callable[[], Any], look: WholeLook | None, turns: list[Turn]) -> Any:
-        """``look``: at this call; ``turns`` gets its turn."""
+    def run(
+        self, kind: Hashable, call: Callable[[], Any], look: WholeLook | None = None, turns: list[Turn] | None = None
+    ) -> Any:
+        """What ``call`` returns, which is of this ``kind``, and has a turn in its step, which ``turns`` gets. ``look``:
+        at this call.
+        """
         if not torch.is_grad_enabled():
             return call()
         steps = self.front.terms.steps
         turn = steps.take(kind, self._rough[kind], self.front.name, self.front.terms)
-        turns.append(turn)
+        if turns is not None:
+            turns.append(turn)
         self.front.ran_freely = True
         try:
             with abandoned(look):

@@ -18,13 +18,13 @@ from rockmate.budget import UNLIMITED, Budget, parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.free import FreeCalls
 from rockmate.calls.front import Front
-from rockmate.calls.hooks import Hooks
 from rockmate.calls.listed import PlannedCall, named
 from rockmate.calls.look import end_look
 from rockmate.calls.others import unwatch_layers
 from rockmate.calls.remembered import RememberedCall
 from rockmate.calls.roomy import RoomyCalls
 from rockmate.calls.runnable import Runnable
+from rockmate.calls.surroundings import Hooks
 from rockmate.calls.terms import Terms
 from rockmate.errors import (
     BudgetWarning,
@@ -120,7 +120,7 @@ class Handle(Front):
         if self._followed is not None:
             return named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
         free = (s.call for calls in self._free_calls() for s in calls.spacious.values())
-        return named([*((v.number, v.call, v.plan) for v in self.cache.plans()), *((inf, c, None) for c in free)])
+        return named([*((v.number, v.plan.call, v.plan) for v in self.cache.plans()), *((inf, c, None) for c in free)])
 
     def _free_calls(self) -> list[FreeCalls]:
         """What is known of calls for which the budget does not bind."""
