@@ -22,12 +22,9 @@ from rockmate.calls.captured import kinds_of_sources, line_of, numpy_function, o
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import (
     RECURRENT,
-    capture_under_settings,
-    explain_in_any_case,
-    hide_own_logs,
     hide_own_warnings,
-    know_sizes_of_recurrent_layers,
     new_entry,
+    prepare,
     settings,
 )
 from rockmate.calls.effects import check_checkpoints, check_effects, graphs_within
@@ -39,7 +36,7 @@ from rockmate.calls.surroundings import (
     modes_again,
     put_back_if_it_fails,
 )
-from rockmate.calls.unguarded import CAPTURING, Noted, see_what_is_not_guarded
+from rockmate.calls.unguarded import CAPTURING, Noted
 from rockmate.errors import PlanningWarning
 
 if TYPE_CHECKING:
@@ -81,11 +78,7 @@ class Capture:
         if self._compiled is not None and self._noted.is_stale:
             self._forget()  # captures of inner functions are known by the backend
         if self._compiled is None:
-            hide_own_logs()
-            explain_in_any_case()
-            capture_under_settings()
-            see_what_is_not_guarded()
-            know_sizes_of_recurrent_layers()
+            prepare()
             self._settings = settings()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
         hide_own_warnings()

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from rkgb.trace import recurrent
-from rockmate.calls.unguarded import CAPTURING, is_captured, wrap
+from rockmate.calls.unguarded import CAPTURING, is_captured, see_what_is_not_guarded, wrap
 
 RECOMPILE_LIMIT = 64
 """Captures of one model, at most."""
@@ -47,11 +47,18 @@ def settings() -> dict[str, Any]:
     return {name: value for name, value in found.items() if hasattr(config, name)}
 
 
-def capture_under_settings() -> None:
-    """Where a call of ours is captured, TorchDynamo has the settings of that call (``CAPTURING``). Calls that run as
-    they were captured go without: to set and reset them takes longer than the guards of many models.
+def prepare() -> None:
+    """From now on TorchDynamo captures as calls of ours need it; for all others that compile nothing changes.
+
+    Where a call of ours is captured, it has the settings of that call (``CAPTURING``). Calls that run as they were
+    captured go without: to set and reset them takes longer than the guards of many models.
     """
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_is_news)
+    wrap(torch._dynamo.guards, "recompilation_reason_for_no_tensor_aliasing_guard", _explained)
     wrap(torch._dynamo.convert_frame.CatchErrorsWrapper, "__call__", _under_settings)
+    see_what_is_not_guarded()
+    know_sizes_of_recurrent_layers()
 
 
 def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
@@ -61,14 +68,10 @@ def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
         return convert(*args)
 
 
-def explain_in_any_case() -> None:
-    """TorchDynamo captures again where a tensor is given twice, and fails where it looks for the reason in an argument
-    that was left out. Then it goes on without a reason. For all that compile: nothing else changes.
-    """
-    wrap(torch._dynamo.guards, "recompilation_reason_for_no_tensor_aliasing_guard", _explained)
-
-
 def _explained(explain: Callable[..., Any], *args: Any) -> Any:
+    """TorchDynamo captures again where a tensor is given twice, and fails where it looks for the reason in an argument
+    that was left out. Then it goes on without a reason.
+    """
     try:
         return explain(*args)
     except (KeyError, IndexError, AttributeError, TypeError):
@@ -83,16 +86,11 @@ def hide_own_warnings() -> None:
         warnings.filterwarnings("ignore", module=_MODULES)
 
 
-def hide_own_logs() -> None:
+def _is_news(record: logging.LogRecord) -> bool:
     """A call that the module refuses fails in TorchDynamo first, which logs pages; the module's own error says it.
     Where values are read, TorchDynamo logs which of its settings to change; a model that is followed needs none.
     In torch 2.11 it fails to log its settings, of which some are functions.
     """
-    for name in _LOGGERS:
-        logging.getLogger(name).addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
     return not (is_captured() and str(record.msg).startswith(_NO_NEWS))
 
 

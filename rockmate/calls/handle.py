@@ -221,7 +221,11 @@ class Handle(Front):
         if self.last is not None and self.last.last is not None:
             return self.last.frontier()
         if self._free is not None:
-            return self._free.frontier(self.model, self._frontier_of)
+            with self._free.again(self.model) as call:
+                if self._probe is None:
+                    self._probe = self.probe(self.model, self.terms.options, self.terms.progress)
+                    self._probe.plan_for(call)
+                return self._probe.frontier()
         raise InputError(
             f"{self.name} cannot be planned and runs as it is, as a warning said, so it has no frontier"
             if self._refused
@@ -229,13 +233,6 @@ class Handle(Front):
             "in the main thread and outside of profilers, then ask again; or give a sample of its arguments: "
             "rockmate.frontier(model, sample)"
         )
-
-    def _frontier_of(self, call: Call) -> Frontier:
-        """Time against memory for a call that ran without a plan, which is planned for that apart."""
-        if self._probe is None:
-            self._probe = self.probe(self.model, self.terms.options, self.terms.progress)
-            self._probe.plan_for(call)
-        return self._probe.frontier()
 
     @classmethod
     def probe(cls, model: torch.nn.Module, options: PlanOptions, progress: bool | None) -> Self:
