@@ -52,7 +52,6 @@ class Handle(Front):
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
         super().__init__(type(model).__name__, terms)
         self._model = weakref.ref(model)
-        self._sizes: list[tuple[weakref.ref[torch.Tensor], int]] = []  # parameters and their bytes, see ``made_bytes``
         self.before = model.__dict__.get("_compiled_call_impl")  # what model.compile() has made
         self._capture = Capture(self, lambda: self.model)
         self._roomy = RoomyCalls(self)
@@ -291,12 +290,9 @@ class Handle(Front):
         return self._model()
 
     def made_bytes(self) -> int:
-        """Bytes of the gradients that are there. It is asked in each step, and to go through a model takes long."""
-        found = [(ref(), size) for ref, size in self._sizes]
-        if not found or any(p is None for p, _ in found):
-            found = [] if (model := self._model()) is None else [(p, local_bytes(p)) for p in model.parameters()]
-            self._sizes = [(weakref.ref(p), size) for p, size in found if p is not None]
-        return sum(size for p, size in found if p is not None and p.is_leaf and p.grad is not None)
+        """Bytes of the gradients that are there."""
+        parameters = [] if (model := self._model()) is None else model.parameters()
+        return sum(local_bytes(p) for p in parameters if p.is_leaf and p.grad is not None)
 
     def memory(self) -> Memory:
         """Where the device's memory goes in the worst moment of a step of the last plan; ask between steps."""
