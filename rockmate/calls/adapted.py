@@ -95,7 +95,7 @@ def _as_observed(
         if not terms.least:
             observer.refused = refused
             raise problem
-        found = dataclasses.replace(refused, options=refused.options.with_auto_solver()).plan(problem.min_budget)
+        found = refused.with_auto_solver().plan(problem.min_budget)
         return dataclasses.replace(runnable, planner=refused, plan=found, program=program_of(found))
     if budget < plan.budget or observer.unsure or not _asks_for_more(wanted, observer.room, plan):
         return runnable  # that more is taken is not known yet, and the next call is looked at; or the plan suffices

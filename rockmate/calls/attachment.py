@@ -19,7 +19,6 @@ from rkgb.warn import warn, warn_once
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import Planned
 from rockmate.calls.handle import Handle
-from rockmate.calls.hooks import any_is_gone, hooks_of
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import Look, LookInTheWay, end_look, others_looks_paused
 from rockmate.calls.others import unwatch_layers
@@ -27,8 +26,10 @@ from rockmate.calls.reasons import reason_of
 from rockmate.calls.rehearsal import put_back, rehearse
 from rockmate.calls.surroundings import (
     IN_TRANSFORMS,
+    any_is_gone,
     check_global_hooks,
     function_mode,
+    hooks_of,
     is_recorded,
     is_transformed,
     leave_plan,
@@ -87,8 +88,10 @@ class Attachment(Handle, OwnCall):
         if self._refused:
             return model._call_impl(*args, **kwargs)
         check_global_hooks()
-        if self._lazy and self._gets_sizes(model):
-            return model._call_impl(*args, **kwargs)
+        if self._lazy:
+            self._lazy = gets_sizes(model, self.name)
+            if self._lazy:
+                return model._call_impl(*args, **kwargs)
         warn_of_saved_hooks()
         call = Call(args, kwargs)
         key = Look.current and (call_key(call.leaves, call.spec), model.training)
@@ -109,11 +112,6 @@ class Attachment(Handle, OwnCall):
             modes_suspended() as self.inside.modes,
         ):
             return self._run(model, call)
-
-    def _gets_sizes(self, model: torch.nn.Module) -> bool:
-        """Whether layers get their sizes in this call, so that there is nothing to plan yet."""
-        self._lazy = gets_sizes(model, self.name)
-        return self._lazy
 
     def plan_for(self, call: Call, saved: SavedPlan | None = None) -> None:
         """Plan such calls; nothing runs. ``saved``: this plan is taken."""

@@ -51,16 +51,6 @@ class CallLook(Look):
         if self.window is not None:
             self.window.mark()
 
-    def gap_begins(self) -> None:
-        """As in ``Look``."""
-        if self.window is not None:
-            self.window.pause()
-
-    def gap_ends(self) -> None:
-        """As in ``Look``."""
-        if self.window is not None:
-            self.window.resume()
-
     def close(self) -> tuple[int, int, int] | None:
         """As in ``Look``; see ``Window.close``."""
         self.then = None

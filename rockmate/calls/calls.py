@@ -45,7 +45,7 @@ class Calls(PlansOfCalls):
         else:
             base, runnable = runnable, self._at_place(runnable, place, call.tensors)
         turn, ran = self._turn(runnable, call, key)
-        look = runnable.look()
+        look = None if runnable.observer is None else runnable.observer.look()
         try:
             with abandoned(look):
                 state = CallState(ran.program, self.sources(ran, call.tensors), self.front.timed(ran.plan))

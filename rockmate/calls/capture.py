@@ -21,26 +21,22 @@ from rkgb.warn import warn
 from rockmate.calls.captured import kinds_of_sources, line_of, numpy_function, of_derivatives
 from rockmate.calls.captured_calls import CapturedCalls, identity_of
 from rockmate.calls.dynamo import (
-    capture_under_settings,
-    explain_in_any_case,
-    hide_own_logs,
+    RECURRENT,
     hide_own_warnings,
     new_entry,
+    prepare,
     settings,
 )
 from rockmate.calls.effects import check_checkpoints, check_effects, graphs_within
 from rockmate.calls.front import Front
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
 from rockmate.calls.numbers import is_number
-from rockmate.calls.recurrent import RECURRENT, know_sizes_of_recurrent_layers
 from rockmate.calls.surroundings import (
-    as_eager,
     keep_draws_of_other_threads,
     modes_again,
-    modules_that_ask,
     put_back_if_it_fails,
 )
-from rockmate.calls.unguarded import CAPTURING, Noted, see_what_is_not_guarded
+from rockmate.calls.unguarded import CAPTURING, Noted
 from rockmate.errors import PlanningWarning
 
 if TYPE_CHECKING:
@@ -63,7 +59,6 @@ class Capture:
         self._settings: dict[str, Any] = {}
         self._repeated: Counter[int] = Counter()  # by the captured graph: how often it was captured again
         self._changed: str | None = None  # why, where that is to be said
-        self._asking: list[Any] = []
         self._masks_known = True  # whether it can be known before a capture what masks it leaves out
         self._sizes: set[tuple[torch.Size, ...]] = set()  # of the calls that came
         self._noted = Noted()  # what TorchDynamo does not guard
@@ -83,12 +78,8 @@ class Capture:
         if self._compiled is not None and self._noted.is_stale:
             self._forget()  # captures of inner functions are known by the backend
         if self._compiled is None:
-            hide_own_logs()
-            explain_in_any_case()
-            capture_under_settings()
-            see_what_is_not_guarded()
-            know_sizes_of_recurrent_layers()
-            self._settings, self._asking = settings(), modules_that_ask()
+            prepare()
+            self._settings = settings()
             self._compiled = torch.compile(self._entry, backend=_backend_of(weakref.ref(self)), fullgraph=True)
         hide_own_warnings()
         masks_left_out = self._masks_known
@@ -96,7 +87,6 @@ class Capture:
         try:
             with (
                 self._capturing(),
-                as_eager(self._asking),
                 left_out_as_eager(full, masks_left_out),
                 put_back_if_it_fails(),
             ):
@@ -135,7 +125,7 @@ class Capture:
         if self._compiled is not None:
             torch._dynamo.eval_frame.reset_code(self._entry.__code__)  # type: ignore[attr-defined]
         self._compiled = None
-        self._noted.forget()
+        self._noted = Noted()
 
     def captured(self, program: fx.GraphModule) -> Callable[..., Any]:
         """What runs in the place of ``program``, which TorchDynamo has captured."""

@@ -67,7 +67,8 @@ class Captured(torch.nn.Module):
             self._at[".".join([*above, name])] = k
             if kind == "parameter" and value.requires_grad:
                 self.trained.append((".".join([*above, name]), k))
-        self._let_go()
+        for held, name, _ in self._own:
+            held[name] = None
 
     @contextlib.contextmanager
     def holding(self, inputs: Sequence[Any]) -> Iterator[None]:
@@ -100,10 +101,6 @@ class Captured(torch.nn.Module):
     def missing_among(self, inputs: Sequence[Any]) -> frozenset[str]:
         """Parameters among ``inputs`` that have no gradient but need one."""
         return frozenset([name for name, k in self.trained if inputs[k].grad is None])
-
-    def _let_go(self) -> None:
-        for held, name, _ in self._own:
-            held[name] = None
 
     def forward(self, *given: Any) -> Any:
         """The outputs of the program."""
@@ -214,9 +211,11 @@ def without_wrappers(program: fx.GraphModule) -> None:
     changed = False
     for node in program.graph.find_nodes(op="call_function", target=torch._C._autograd._get_data_attr):  # type: ignore[attr-defined]
         node.target, changed = _data_of, True
-    for node in list(_wrappers(program)):
+    for node in list(program.graph.nodes):
+        name = str(getattr(node.target, "_name", ""))
+        if name not in _WRAPPED:
+            continue
         bodies = [getattr(program, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
-        name = str(getattr(node.target, "_name", node.target))
         if name == "tag_activation_checkpoint":
             without_wrappers(bodies[0])
             module: torch.nn.Module = Checkpointed(bodies[0])
@@ -239,12 +238,6 @@ def without_wrappers(program: fx.GraphModule) -> None:
 def _data_of(t: torch.Tensor) -> torch.Tensor:
     """``t.data``, which the tracer knows."""
     return t.data
-
-
-def _wrappers(program: fx.GraphModule) -> Iterator[fx.Node]:
-    for node in program.graph.nodes:
-        if node.op == "call_function" and str(getattr(node.target, "_name", "")) in _WRAPPED:
-            yield node
 
 
 def program_identity(program: fx.GraphModule) -> Hashable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from rkgb.warn import warn
 from rockmate.calls.bound import rough_peak
 from rockmate.calls.calls import Calls
 from rockmate.calls.captured import captured_sources
-from rockmate.calls.free import MOST_KINDS, FreeCalls
+from rockmate.calls.free import Extent, FreeCalls
 from rockmate.calls.front import Front
 from rockmate.calls.graph import device_of
 from rockmate.calls.surroundings import witnesses
@@ -28,21 +28,6 @@ class Planned(Exception):
     """A plan was made, and nothing is to run."""
 
 
-class Extent(NamedTuple):
-    """The sizes of a call of the program: its key apart from sizes, elements of results (see ``Results``)."""
-
-    sizeless: Hashable
-    counts: tuple[int, ...] | None
-
-    def covers(self, other: Extent) -> bool:
-        """Whether no result of the ``other`` call is larger than here. Only kernels that choose by size may then take
-        more memory in it, so its first step is measured.
-        """
-        if self.sizeless != other.sizeless or self.counts is None or other.counts is None:
-            return False
-        return all(mine >= theirs for mine, theirs in zip(self.counts, other.counts, strict=True))
-
-
 class CapturedCalls(Calls):
     """The calls of one graph that TorchDynamo captured."""
 
@@ -51,7 +36,6 @@ class CapturedCalls(Calls):
         super().__init__(program, identity, front)
         self.refused = False  # no plan can be made
         self.freely = FreeCalls(front)
-        self.extents: dict[Hashable, Extent] = {}  # by kinds of calls
 
     def call(self, *arguments: Any) -> Any:
         """What the program returns for ``arguments``."""
@@ -126,12 +110,10 @@ class CapturedCalls(Calls):
             budget = self.terms.bytes_known(device_of(arguments))
             if budget is None:
                 return False
-            if kind not in self.extents:
-                if len(self.extents) == MOST_KINDS:
-                    self.extents.clear()
-                    self.freely.clear()
-                self.extents[kind] = Extent((self.sizeless(call), self.terms.made), self.results.counts(arguments))
-            extent = self.extents[kind]
+            extent = self.freely.extents.get(kind)
+            if extent is None:
+                extent = Extent((self.sizeless(call), self.terms.made), self.results.counts(arguments))
+                self.freely.note(kind, extent)
             rough = rough_peak(self.results.rough_bytes(extent.counts), arguments)
             if rough > budget and not self._larger_fits(extent, missing, made, budget):
                 self.freely.binding.add(kind)  # to look at all sizes takes longer than a small step
@@ -142,7 +124,7 @@ class CapturedCalls(Calls):
 
     def _larger_fits(self, extent: Extent, missing: frozenset[str], made: int, budget: int) -> bool:
         """Whether a call of no smaller sizes fits with everything kept, as was measured, or planned."""
-        kinds = [kind for kind, other in self.extents.items() if other.covers(extent)]
+        kinds = self.freely.larger(extent)
         if any(self.freely.is_known(kind, made) for kind in kinds):
             return True
         planners = (v.planner for kind in kinds if (v := self.cache.find(kind, missing)))

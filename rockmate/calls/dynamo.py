@@ -7,12 +7,15 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
-from rockmate.calls.unguarded import CAPTURING, is_captured, wrap
+from rkgb.trace import recurrent
+from rockmate.calls.unguarded import CAPTURING, is_captured, see_what_is_not_guarded, wrap
 
 RECOMPILE_LIMIT = 64
 """Captures of one model, at most."""
@@ -44,13 +47,18 @@ def settings() -> dict[str, Any]:
     return {name: value for name, value in found.items() if hasattr(config, name)}
 
 
-def capture_under_settings() -> None:
-    """Where a call of ours is captured, TorchDynamo has the settings of that call (``CAPTURING``). Calls that run as
-    they were captured go without: to set and reset them takes longer than the guards of many models.
+def prepare() -> None:
+    """From now on TorchDynamo captures as calls of ours need it; for all others that compile nothing changes.
+
+    Where a call of ours is captured, it has the settings of that call (``CAPTURING``). Calls that run as they were
+    captured go without: to set and reset them takes longer than the guards of many models.
     """
-    wrapper = torch._dynamo.convert_frame.CatchErrorsWrapper
-    if not hasattr(wrapper.__call__, "__wrapped__"):
-        wrap(wrapper, "__call__", _under_settings)
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_is_news)
+    wrap(torch._dynamo.guards, "recompilation_reason_for_no_tensor_aliasing_guard", _explained)
+    wrap(torch._dynamo.convert_frame.CatchErrorsWrapper, "__call__", _under_settings)
+    see_what_is_not_guarded()
+    know_sizes_of_recurrent_layers()
 
 
 def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
@@ -60,25 +68,14 @@ def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
         return convert(*args)
 
 
-def explain_in_any_case() -> None:
-    """TorchDynamo captures again where a tensor is given twice, and fails where it looks for the reason in an argument
-    that was left out. Then it goes on without a reason. For all that compile: nothing else changes.
-    """
-    guards = torch._dynamo.guards
-    explain = getattr(guards, _EXPLAINS, None)
-    if explain is None or hasattr(explain, "__wrapped__"):
-        return
-    wrap(guards, _EXPLAINS, _explained)
-
-
 def _explained(explain: Callable[..., Any], *args: Any) -> Any:
+    """TorchDynamo captures again where a tensor is given twice, and fails where it looks for the reason in an argument
+    that was left out. Then it goes on without a reason.
+    """
     try:
         return explain(*args)
     except (KeyError, IndexError, AttributeError, TypeError):
         return ["Duplicate tensors found"]
-
-
-_EXPLAINS = "recompilation_reason_for_no_tensor_aliasing_guard"
 
 
 def hide_own_warnings() -> None:
@@ -89,16 +86,11 @@ def hide_own_warnings() -> None:
         warnings.filterwarnings("ignore", module=_MODULES)
 
 
-def hide_own_logs() -> None:
+def _is_news(record: logging.LogRecord) -> bool:
     """A call that the module refuses fails in TorchDynamo first, which logs pages; the module's own error says it.
     Where values are read, TorchDynamo logs which of its settings to change; a model that is followed needs none.
     In torch 2.11 it fails to log its settings, of which some are functions.
     """
-    for name in _LOGGERS:
-        logging.getLogger(name).addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
     return not (is_captured() and str(record.msg).startswith(_NO_NEWS))
 
 
@@ -135,3 +127,31 @@ def new_entry() -> Callable[..., Any]:
 
 
 _numbers = itertools.count()
+
+
+RECURRENT = tuple(function.__name__ for function in recurrent.RECURRENT)
+"""Names of the operations."""
+
+
+def know_sizes_of_recurrent_layers() -> None:
+    """From now on, where a call of ours is captured, recurrent operations on tensors without memory are one operation.
+
+    torch's decompositions make one for each step in time. That takes seconds, and a capture serves one length only.
+    """
+    for name in RECURRENT:
+        operator = getattr(torch.ops.aten, name).input
+        kernels: dict[Any, Callable[..., Any]] = operator.py_kernels
+        for key, kernel in kernels.items():
+            if not isinstance(kernel, partial):
+                kernels[key] = partial(_of_one_step, kernel)
+        operator._dispatch_cache.clear()
+
+
+def _of_one_step(kernel: Callable[..., Any], input: Any, hx: Any, *others: Any) -> Any:
+    """What ``kernel`` makes of the first step, with all steps in its place. ``others``: the last is batch_first."""
+    if not (is_captured() and is_fake(input)):
+        return kernel(input, hx, *others)
+    along = 1 if others[-1] else 0
+    output, *states = kernel(input.narrow(along, 0, 1), hx, *others)
+    steps = output.transpose(0, along).expand(input.shape[along], -1, -1).clone()
+    return steps.transpose(0, along), *states

@@ -39,6 +39,23 @@ class Spacious(NamedTuple):
     peak: int
 
 
+class Extent(NamedTuple):
+    """The sizes of a call: its form apart from sizes, and numbers of elements, in the same order for all of the form;
+    None where these follow from values.
+    """
+
+    sizeless: Hashable
+    counts: tuple[int, ...] | None
+
+    def covers(self, other: Extent) -> bool:
+        """Whether nothing in the ``other`` call is larger than here. Only kernels that choose by size may then take
+        more memory in it, so its first step is measured.
+        """
+        if self.sizeless != other.sizeless or self.counts is None or other.counts is None:
+            return False
+        return all(mine >= theirs for mine, theirs in zip(self.counts, other.counts, strict=True))
+
+
 class FreeCall:
     """A call that ran without a plan. Its graph owns it, by a hook. ``look``: at this call, if there is one. ``tight``:
     a backward of its backward may exceed the budget.
@@ -57,13 +74,15 @@ class FreeCall:
 
 class FreeCalls:
     """The calls of a graph, or of a model, for which the budget does not bind. ``spacious``: kinds of which a step was
-    measured. ``binding``: those that are to be planned. ``part`` of the budget that they may take.
+    measured. ``binding``: those that are to be planned. ``extents``: of all that came. ``part`` of the budget that they
+    may take.
     """
 
     def __init__(self, front: Front, part: float = 1.0) -> None:
         self.front, self.part = front, part
         self.spacious: dict[Hashable, Spacious] = {}
         self.binding: set[Hashable] = set()
+        self.extents: dict[Hashable, Extent] = {}
         self._rough: dict[Hashable, Rough] = {}  # what such calls take, as far as it is known
         self._measured = self._calls = 0
 
@@ -77,6 +96,17 @@ class FreeCalls:
     def is_known(self, kind: Hashable, made: int) -> bool:
         """Whether a step of such a call was measured, which made as many bytes of gradients."""
         return kind in self.spacious and made <= self.spacious[kind].made
+
+    def note(self, kind: Hashable, extent: Extent) -> None:
+        """A call of this kind came."""
+        if len(self.extents) >= MOST_KINDS and kind not in self.extents:
+            self.extents.clear()
+            self.clear()
+        self.extents[kind] = extent
+
+    def larger(self, extent: Extent) -> list[Hashable]:
+        """The kinds in which nothing is smaller."""
+        return [kind for kind, other in self.extents.items() if other.covers(extent)]
 
     def measured(self) -> list[Rough]:
         """What the calls took that were measured."""
@@ -105,13 +135,7 @@ class FreeCalls:
     def fits_beside(self, kind: Hashable) -> bool:
         """Whether such a call, which is supposed to fit, need not be planned with others of its step, either."""
         steps = self.front.terms.steps
-        if not steps.is_one_of_several(kind):
-            return True
         return not steps.is_known(kind) and steps.held() + self._rough[kind].alone.backward <= self.front.budget
-
-    def run(self, kind: Hashable, call: Callable[[], Any]) -> Any:
-        """What ``call`` returns, which is of this ``kind``, and has a turn in its step."""
-        return self._run(kind, call, None, [])
 
     def run_measured(self, kind: Hashable, call: Callable[[], Any]) -> Any:
         """The same; how much memory the step takes shows whether later ones are to be planned."""
@@ -142,15 +166,20 @@ class FreeCalls:
                     BudgetWarning,
                 )
 
-        return self._run(kind, call, WholeLook(rough.device, forward_measured, measured), turns)
+        return self.run(kind, call, WholeLook(rough.device, forward_measured, measured), turns)
 
-    def _run(self, kind: Hashable, call: Callable[[], Any], look: WholeLook | None, turns: list[Turn]) -> Any:
-        """``look``: at this call; ``turns`` gets its turn."""
+    def run(
+        self, kind: Hashable, call: Callable[[], Any], look: WholeLook | None = None, turns: list[Turn] | None = None
+    ) -> Any:
+        """What ``call`` returns, which is of this ``kind``, and has a turn in its step, which ``turns`` gets. ``look``:
+        at this call.
+        """
         if not torch.is_grad_enabled():
             return call()
         steps = self.front.terms.steps
         turn = steps.take(kind, self._rough[kind], self.front.name, self.front.terms)
-        turns.append(turn)
+        if turns is not None:
+            turns.append(turn)
         self.front.ran_freely = True
         try:
             with abandoned(look):

@@ -148,14 +148,14 @@ class Front:
             LOG.log(
                 logging.INFO if sum(seconds.values()) > LONG else logging.DEBUG,
                 "%s: the plan is carried over in %.1f s to %s%s",
-                *(self.name, sum(seconds.values()), line_of_call(runnable.call)),
+                *(self.name, sum(seconds.values()), line_of_call(runnable.plan.call)),
                 f", of which its capture took {seconds['capture']:.1f} s" if "capture" in seconds else "",
             )
         else:
             self._made += runnable.planner.saved is None
-            LOG.info("%s", planned_line(self.name, runnable.call, runnable.plan, self._made, self._before))
-            self._before = runnable.call
-        self._tell_others(runnable.call, *kind)
+            LOG.info("%s", planned_line(self.name, runnable.plan.call, runnable.plan, self._made, self._before))
+            self._before = runnable.plan.call
+        self._tell_others(runnable.plan.call, *kind)
 
     def _tell_others(self, call: tuple[str, ...], graph: Hashable, given: Hashable) -> None:
         """Say how many other sizes and numbers have come. Another ``graph`` of the same calls is none."""
@@ -214,6 +214,6 @@ class Front:
             LOG.info(
                 "%s: measured and planned anew in %.1f s for %s, whose steps had run nodes again for as long: %.1f %% "
                 "more time",
-                *(self.name, sum(new.plan.setup_seconds.values()), line_of_call(runnable.call)),
+                *(self.name, sum(new.plan.setup_seconds.values()), line_of_call(runnable.plan.call)),
                 100 * new.plan.predicted_overhead,
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import weakref
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from math import inf
 from typing import Self
 
@@ -14,15 +16,15 @@ from rkgb.sample import Call
 from rkgb.warn import warn_once
 from rockmate.budget import UNLIMITED, Budget, parse_budget, show_bytes
 from rockmate.calls.capture import Capture
-from rockmate.calls.device import OnDevice
 from rockmate.calls.free import FreeCalls
-from rockmate.calls.hooks import Hooks
+from rockmate.calls.front import Front
 from rockmate.calls.listed import PlannedCall, named
 from rockmate.calls.look import end_look
 from rockmate.calls.others import unwatch_layers
 from rockmate.calls.remembered import RememberedCall
 from rockmate.calls.roomy import RoomyCalls
 from rockmate.calls.runnable import Runnable
+from rockmate.calls.surroundings import Hooks
 from rockmate.calls.terms import Terms
 from rockmate.errors import (
     BudgetWarning,
@@ -32,22 +34,24 @@ from rockmate.errors import (
 from rockmate.follow.engine import Followed
 from rockmate.follow.known import Known
 from rockmate.follow.plan import FollowedPlan
-from rockmate.memory import StepBytes, step_of
+from rockmate.memory import Memory, StepBytes, memory_of, step_of
+from rockmate.optimizers import local_bytes
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import Planner
+from rockmate.planning.planner import Planner, lacks_gradient
 from rockmate.planning.wrappers import take_call
 from solvers import Frontier
 
 
-class Handle(OnDevice):
+class Handle(Front):
     """The plans of a model, and what can be asked of them."""
 
     follows = True
 
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
-        super().__init__(model, terms)
+        super().__init__(type(model).__name__, terms)
+        self._model = weakref.ref(model)
         self.before = model.__dict__.get("_compiled_call_impl")  # what model.compile() has made
         self._capture = Capture(self, lambda: self.model)
         self._roomy = RoomyCalls(self)
@@ -115,7 +119,7 @@ class Handle(OnDevice):
         if self._followed is not None:
             return named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
         free = (s.call for calls in self._free_calls() for s in calls.spacious.values())
-        return named([*((v.number, v.call, v.plan) for v in self.cache.plans()), *((inf, c, None) for c in free)])
+        return named([*((v.number, v.plan.call, v.plan) for v in self.cache.plans()), *((inf, c, None) for c in free)])
 
     def _free_calls(self) -> list[FreeCalls]:
         """What is known of calls for which the budget does not bind."""
@@ -170,7 +174,9 @@ class Handle(OnDevice):
         terms.begin_step(device)
 
     def step_bytes(self) -> StepBytes | None:
-        """As in ``OnDevice``."""
+        """Of a step of the last plan; where there is none, of the largest step that was planned for or measured; None
+        if none was.
+        """
         if isinstance(plan := self.plan, Plan):
             return step_of(plan.problem, plan.schedule, plan.predicted_peak, plan.graph.gradient_bytes)
         sizes = {name: p.nbytes for name, p in self.model.named_parameters()}
@@ -214,7 +220,11 @@ class Handle(OnDevice):
         if self.last is not None and self.last.last is not None:
             return self.last.frontier()
         if self._free is not None:
-            return self._free.frontier(self.model, self._frontier_of)
+            with self._free.again(self.model) as call:
+                if self._probe is None:
+                    self._probe = self.probe(self.model, self.terms.options, self.terms.progress)
+                    self._probe.plan_for(call)
+                return self._probe.frontier()
         raise InputError(
             f"{self.name} cannot be planned and runs as it is, as a warning said, so it has no frontier"
             if self._refused
@@ -222,13 +232,6 @@ class Handle(OnDevice):
             "in the main thread and outside of profilers, then ask again; or give a sample of its arguments: "
             "rockmate.frontier(model, sample)"
         )
-
-    def _frontier_of(self, call: Call) -> Frontier:
-        """Time against memory for a call that ran without a plan, which is planned for that apart."""
-        if self._probe is None:
-            self._probe = self.probe(self.model, self.terms.options, self.terms.progress)
-            self._probe.plan_for(call)
-        return self._probe.frontier()
 
     @classmethod
     def probe(cls, model: torch.nn.Module, options: PlanOptions, progress: bool | None) -> Self:
@@ -266,6 +269,55 @@ class Handle(OnDevice):
         self.terms.steps.forget(self)
         self._roomy.clear()
         self._followed = self._why = self.last = self._free = self._probe = None
+
+    # ------------------------------------------------------------- the device where it lies
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model. Raises ``InputError`` when it is gone."""
+        model = self._model()
+        if model is None:
+            raise InputError("the model that this plan was for is gone")
+        return model
+
+    def bytes_of_missing_gradients(self) -> dict[str, int]:
+        """As in ``Front``."""
+        return {name: p.nbytes for name, p in self.model.named_parameters() if lacks_gradient(p)}
+
+    @property
+    def known_model(self) -> torch.nn.Module | None:
+        """The model; None when it is gone."""
+        return self._model()
+
+    def made_bytes(self) -> int:
+        """Bytes of the gradients that are there."""
+        parameters = [] if (model := self._model()) is None else model.parameters()
+        return sum(local_bytes(p) for p in parameters if p.is_leaf and p.grad is not None)
+
+    def memory(self) -> Memory:
+        """Where the device's memory goes in the worst moment of a step of the last plan; ask between steps."""
+        return self._memory(self.step_bytes())
+
+    def _memory(self, step: StepBytes | None) -> Memory:
+        device = self.device()
+        return memory_of(self.terms.rest(device), step, device, with_margin=self.terms.is_auto)
+
+    def device(self, others: Iterable[torch.Tensor] = ()) -> torch.device:
+        """As in ``Front``."""
+        model = self._model()
+        own = () if model is None else itertools.chain(model.parameters(), model.buffers())
+        return super().device(itertools.chain(own, others))
+
+    def explained(self, error: InfeasibleBudgetError, auto: bool) -> InfeasibleBudgetError:
+        """``error`` with the model's name, without its frames. With the budget "auto", it says where the memory of the
+        device goes.
+        """
+        said = f"{self.name}: {error}"
+        if auto:
+            self.terms.ask_device()
+            table = self._memory(StepBytes(error.min_budget, made=self.terms.rest(self.device()).missing))
+            said = f"{self.name} cannot be trained on this device, whatever runs again:\n\n{table}\n\n{error}"
+        return InfeasibleBudgetError(said, error.min_budget)
 
     @abstractmethod
     def plan_for(self, call: Call, saved: SavedPlan | None = None) -> None:

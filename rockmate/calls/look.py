@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +17,15 @@ from torch.autograd import profiler_legacy as legacy
 
 from rkgb.cost.memory import give_way
 from rkgb.device.kind import Timeline, Window
-from rockmate.calls.engine import can_intercept, intercept, release
 
 MOST_OTHERS = 64
 """Backwards that may come before that of a call that is looked at, which may never have one."""
 
 MOST_CALLS = 64
 """Calls under a plan or a budget that may come between a call that is looked at and its backward."""
+
+_ENGINE = "_engine_run_backward"
+"""Where Python hands backwards to autograd's engine; ``torch.compiler`` replaces the same function for its tracers."""
 
 _OTHERS = f"{MOST_OTHERS} backwards of other graphs came"
 
@@ -40,6 +43,7 @@ class Look(ABC):
     why_not = ""  # it has seen nothing: the reason, as a clause
     calls = 0  # forwards of other calls under a plan that have come
     in_gap = False  # what runs now is of another call
+    whole = False  # all calls and backwards are of what is looked at: there are no gaps
 
     def __init__(self, opened: Window | Timeline | None) -> None:
         """``opened``: what records memory, None if nothing does."""
@@ -48,7 +52,7 @@ class Look(ABC):
         self.replaced: list[tuple[Any, str, Any, Any]] = []
         starts = [(profiler, "_prepare_profiler"), (profiler, "_enable_profiler"), (legacy, "_enable_profiler_legacy")]
         self.window = opened
-        intercept(self.run_backward)
+        self.replace(torch.autograd, _ENGINE, self._intercepted(getattr(torch.autograd, _ENGINE)))
         if self.window is not None:
             for module, name in starts:
                 self.replace(module, name, partial(self.give_way, getattr(module, name)))
@@ -60,7 +64,17 @@ class Look(ABC):
         """
         main = threading.current_thread() is threading.main_thread()  # which ends last
         alone = Look.current is None and torch._C._current_graph_task_id() == -1
-        return main and alone and can_intercept()
+        return main and alone and hasattr(torch.autograd, _ENGINE)
+
+    def _intercepted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``run_backward``, in which TorchDynamo captures nothing: where a backward runs in code that it captures, it
+        would take the hooks of this package for code of the model's, and break them up.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.run_backward(original, *args, **kwargs)
+
+        return torch._dynamo.disable(run) if "torch._dynamo" in sys.modules else run
 
     def replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
         self.replaced.append((owner, name, getattr(owner, name), new))
@@ -80,13 +94,9 @@ class Look(ABC):
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """Call ``run``, a backward from ``ends``. ``stays``: its graph does (``retain_graph``, ``create_graph``)."""
 
-    def another_begins(self) -> None:
-        """A backward has come to another call under a plan or a budget: what that takes is not of this one."""
-        self.pause()
-
     def pause(self) -> None:
         """What comes from now on is of another call, and is taken out of the recording."""
-        if not self.in_gap:
+        if not (self.in_gap or self.whole):
             self.in_gap = True
             self.gap_begins()
 
@@ -99,15 +109,17 @@ class Look(ABC):
     @property
     def waits_for_others(self) -> bool:
         """Whether the forward of another call runs meanwhile."""
-        return self.in_gap
+        return self.in_gap or self.whole
 
-    @abstractmethod
     def gap_begins(self) -> None:
         """What another call takes is not recorded from now on."""
+        if isinstance(self.window, Window):
+            self.window.pause()
 
-    @abstractmethod
     def gap_ends(self) -> None:
         """What comes is recorded again."""
+        if isinstance(self.window, Window):
+            self.window.resume()
 
     def lets_call(self, planned: bool) -> bool:
         """Pause for the forward of another call, if that may be; ``planned``: as far as is known, it has a plan."""
@@ -138,10 +150,10 @@ class Look(ABC):
         """Put back what was replaced; what ``close`` of the window returns, None if there was none."""
         if Look.current is self:
             Look.current = None
-            release(self.run_backward)
             for owner, name, original, new in self.replaced:
                 if getattr(owner, name) == new:
                     setattr(owner, name, original)
+            self.replaced.clear()
         opened, self.window = self.window, None
         return opened.close() if opened is not None else None
 

@@ -197,7 +197,7 @@ class PlansOfCalls(CapturedGraph):
                 return carried_runnable(planner, budget, like)
         except InfeasibleBudgetError as error:
             least = self.terms.least_instead(error, planner, self.front.name, until_seen=self._supposed(planner))
-            return carried_runnable(_with_auto_solver(planner), least, like)
+            return carried_runnable(planner.with_auto_solver(), least, like)
 
     def _first(self, planners: list[Planner], observer: Observer | None = None) -> Runnable:
         """The plan for the budget; if none fits, and the terms say so, the plan of least memory.
@@ -212,7 +212,7 @@ class PlansOfCalls(CapturedGraph):
             several = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
             supposed = ALL_OUTPUTS if several else self._supposed(planner)
             least = self.terms.least_instead(error, planner, self.front.name, until_seen=supposed)
-            return make_runnable(_with_auto_solver(planner), least, observer)
+            return make_runnable(planner.with_auto_solver(), least, observer)
 
     def _supposed(self, planner: Planner) -> str:
         """What a step may show of calls under a share of the step, in words; nothing if it is known."""
@@ -249,8 +249,3 @@ class PlansOfCalls(CapturedGraph):
     def _progress_of(self, planner: Planner) -> Iterator[None]:
         with Progress(self.terms.progress) as planner.report:
             yield
-
-
-def _with_auto_solver(planner: Planner) -> Planner:
-    """The same planner with a solver that finds the plan of least memory."""
-    return replace(planner, options=planner.options.with_auto_solver())

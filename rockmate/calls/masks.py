@@ -83,20 +83,16 @@ def _packed(position_ids: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _causal(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
-    """Whether no mask is needed beside the causal one."""
-    if padding_mask is not None and torch.compiler.is_compiling() and _is_full():
-        _mark(padding_mask, _FULL)
-        padding_mask = None
-    return _original["_ignore_causal_mask_sdpa"](padding_mask, *args, **kwargs)  # type: ignore[no-any-return]
+def _without_full(name: str) -> Callable[..., bool]:
+    """The function ``name``, whether no mask is needed beside the usual one, where a full padding mask is none."""
 
+    def asked(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
+        if padding_mask is not None and torch.compiler.is_compiling() and _is_full():
+            _mark(padding_mask, _FULL)
+            padding_mask = None
+        return _original[name](padding_mask, *args, **kwargs)  # type: ignore[no-any-return]
 
-def _bidirectional(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
-    """Whether no mask is needed."""
-    if padding_mask is not None and torch.compiler.is_compiling() and _is_full():
-        _mark(padding_mask, _FULL)
-        padding_mask = None
-    return _original["_ignore_bidirectional_mask_sdpa"](padding_mask, *args, **kwargs)  # type: ignore[no-any-return]
+    return asked
 
 
 def _traced(values: Any = None) -> bool:
@@ -113,8 +109,7 @@ _ASKED: dict[str, Callable[..., Any]] = {
     "is_tracing": _traced,
     "is_torchdynamo_exporting": _exporting,
     "find_packed_sequence_indices": _packed,
-    "_ignore_causal_mask_sdpa": _causal,
-    "_ignore_bidirectional_mask_sdpa": _bidirectional,
+    **{name: _without_full(name) for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")},
 }
 
 

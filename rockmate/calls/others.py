@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import sys
@@ -16,7 +15,7 @@ from rkgb.trees import tensors_in
 from rkgb.warn import warn_once
 from rockmate.calls.front import Front
 from rockmate.calls.surroundings import is_recorded, is_transformed
-from rockmate.calls.unguarded import CAPTURING
+from rockmate.calls.unguarded import CAPTURING, wrap
 from rockmate.errors import BudgetWarning, InputError
 from rockmate.follow.exposed import is_followed
 from rockmate.planning.wrappers import NO_REPLICAS, OwnCall, put_call, take_call
@@ -29,22 +28,30 @@ def watch_others(kind: type, attached: Callable[[torch.nn.Module], object]) -> N
 
     torch's compiler takes seconds to import: where it is not there yet, the first torch.compile brings it.
     """
-    _refuse_replicas(attached)
+    _ATTACHED[:] = [kind, attached]
+    wrap(torch.nn.Module, "_replicate_for_data_parallel", _refused)
     if "torch._dynamo" in sys.modules:
-        _watch_compiler(kind, attached)
-    elif not hasattr(torch.compile, "watches_for_rockmate"):
-        original = torch.compile
+        _watch_compiler()
+    else:
+        wrap(torch, "compile", _watched)
 
-        @functools.wraps(original)
-        def compile(*args: Any, **kwargs: Any) -> Any:
-            if torch.compile is compile:
-                torch.compile = original
-            importlib.import_module("torch._dynamo")
-            _watch_compiler(kind, attached)
-            return original(*args, **kwargs)
 
-        compile.watches_for_rockmate = True  # type: ignore[attr-defined]
+_ATTACHED: list[Any] = []
+"""The arguments of ``watch_others``."""
+
+
+def _refused(replicate: Callable[..., Any], model: torch.nn.Module) -> Any:
+    if _ATTACHED[1](model) is not None:
+        raise InputError(NO_REPLICAS)
+    return replicate(model)
+
+
+def _watched(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if getattr(torch.compile, "by_rockmate", None) is _watched:
         torch.compile = compile
+    importlib.import_module("torch._dynamo")
+    _watch_compiler()
+    return compile(*args, **kwargs)
 
 
 def warn_of_whole(part: torch.nn.Module, whole: str) -> None:
@@ -56,48 +63,27 @@ def warn_of_whole(part: torch.nn.Module, whole: str) -> None:
     )
 
 
-def _watch_compiler(kind: Any, attached: Callable[[torch.nn.Module], object]) -> None:
-    modules: Any = torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable
-    original = modules.call_function
-    if hasattr(original, "watches_for_rockmate"):
-        return
-
-    @functools.wraps(original)
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        whole = getattr(CAPTURING, "name", None)
-        if attached(self.value) is None:
-            pass
-        elif whole is not None:
-            warn_of_whole(self.value, whole)
-        else:
-            warn_once(
-                f"{type(self.value).__name__} is attached, but called within code that torch.compile makes, where it "
-                "runs with no plan, and no budget: call it outside of that, or compile the parts beside it",
-                BudgetWarning,
-            )
-        return original(self, tx, args, kwargs)
-
-    call_function.watches_for_rockmate = True  # type: ignore[attr-defined]
-    modules.call_function = call_function
-    kind.__call__ = torch.compiler.disable(
-        kind.__call__, reason="the model is attached, and runs under a plan of its own"
-    )
+def _watch_compiler() -> None:
+    if wrap(torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable, "call_function", _taken_apart):
+        kind = _ATTACHED[0]
+        kind.__call__ = torch.compiler.disable(
+            kind.__call__, reason="the model is attached, and runs under a plan of its own"
+        )
 
 
-def _refuse_replicas(attached: Callable[[torch.nn.Module], object]) -> None:
-    kind: Any = torch.nn.Module
-    original = kind._replicate_for_data_parallel
-    if hasattr(original, "watches_for_rockmate"):
-        return
-
-    @functools.wraps(original)
-    def replicate(self: torch.nn.Module) -> Any:
-        if attached(self) is not None:
-            raise InputError(NO_REPLICAS)
-        return original(self)
-
-    replicate.watches_for_rockmate = True  # type: ignore[attr-defined]
-    kind._replicate_for_data_parallel = replicate
+def _taken_apart(call: Callable[..., Any], variable: Any, *args: Any) -> Any:
+    whole = getattr(CAPTURING, "name", None)
+    if _ATTACHED[1](variable.value) is None:
+        pass
+    elif whole is not None:
+        warn_of_whole(variable.value, whole)
+    else:
+        warn_once(
+            f"{type(variable.value).__name__} is attached, but called within code that torch.compile makes, where it "
+            "runs with no plan, and no budget: call it outside of that, or compile the parts beside it",
+            BudgetWarning,
+        )
+    return call(variable, *args)
 
 
 def watch_layers(model: torch.nn.Module, front: Front) -> None:

@@ -16,7 +16,6 @@ from rkgb.trees import unflatten
 from rockmate.calls.surroundings import running_in
 from rockmate.errors import InputError
 from rockmate.planning.planner import lacks_gradient
-from solvers import Frontier
 
 
 class RememberedCall:
@@ -31,22 +30,18 @@ class RememberedCall:
         self._missing = {n for n, p in model.named_parameters() if lacks_gradient(p)}
         self._leaves, self._spec = [_again(leaf) for leaf in call.leaves], call.spec
 
-    def frontier(self, model: torch.nn.Module, of: Callable[[Call], Frontier]) -> Frontier:
-        """``of`` such a call, as it was when it came.
+    @contextmanager
+    def again(self, model: torch.nn.Module) -> Iterator[Call]:
+        """Such a call, as it was when it came: the gradients that its step makes are not there.
 
         Raises ``InputError`` where an input cannot be made again.
         """
-        with running_in(self._mode, self._settings), self._without_gradients(model):
-            return of(Call(*unflatten([make() for make in self._leaves], self._spec)))
-
-    @contextmanager
-    def _without_gradients(self, model: torch.nn.Module) -> Iterator[None]:
-        """As when the step began: the gradients that it makes are not there."""
         held = [(p, p.grad) for name, p in model.named_parameters() if name in self._missing]
         try:
             for p, _ in held:
                 p.grad = None
-            yield
+            with running_in(self._mode, self._settings):
+                yield Call(*unflatten([make() for make in self._leaves], self._spec))
         finally:
             for p, gradient in held:
                 p.grad = gradient

@@ -8,9 +8,10 @@ those of sizes that are no smaller.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from rkgb.probe.contexts import next_number
 from rkgb.sample import Call
 from rkgb.warn import warn
 from rockmate.budget import show_bytes
-from rockmate.calls.free import MOST_KINDS, FreeCalls
+from rockmate.calls.free import MOST_KINDS, Extent, FreeCalls
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.surroundings import modes_again
@@ -39,21 +40,11 @@ AT_FIRST = 4
 """Times the bytes that are there before a first call that it is supposed to take."""
 
 
-class Seen(NamedTuple):
-    """A call that was measured, or is now: its form apart from sizes, the numbers of elements of its tensors, and how
-    many nodes autograd recorded.
-    """
-
-    form: Hashable
-    elements: tuple[int, ...]
-    nodes: int = 0
-
-
-def _seen(model: torch.nn.Module, call: Call, trained: tuple[int, ...]) -> Seen:
-    """A ``call`` before it runs. ``trained``: bytes of the parameters that get gradients."""
+def _extent(model: torch.nn.Module, call: Call, trained: tuple[int, ...]) -> Extent:
+    """Of a ``call`` before it runs. ``trained``: bytes of the parameters that get gradients."""
     leaves = [float if type(x) is float else x for x in call.leaves]  # a number that changes in each call
     form = call_key(leaves, call.spec, sized=False), model.training, trained
-    return Seen(form, tuple(t.numel() for t in call.tensors))
+    return Extent(form, tuple(t.numel() for t in call.tensors))
 
 
 class RoomyCalls(FreeCalls):
@@ -61,13 +52,13 @@ class RoomyCalls(FreeCalls):
 
     def __init__(self, front: Front) -> None:
         super().__init__(front, FAR)
-        self._seen: dict[Hashable, Seen] = {}
+        self._nodes: Counter[Hashable] = Counter()  # that autograd recorded in calls that were measured, by kinds
         self._planned: set[Hashable] = set()  # calls that are none, and stay so under this budget
 
     def clear(self) -> None:
         """As in ``FreeCalls``."""
         super().clear()
-        self._seen.clear()
+        self._nodes.clear()
         self._planned.clear()
 
     def kind(self, model: torch.nn.Module, call: Call) -> Hashable | None:
@@ -79,7 +70,7 @@ class RoomyCalls(FreeCalls):
         budget = terms.bytes_known(device)
         if budget is None:  # it is to be a share of what this call takes
             trained = tuple(p.nbytes for p in model.parameters() if p.requires_grad)
-            self._seen[called, trained] = _seen(model, call, trained)
+            self.note((called, trained), _extent(model, call, trained))
             self.binding.add((called, trained))
             return None
         if called in self._planned:
@@ -102,26 +93,26 @@ class RoomyCalls(FreeCalls):
         else:
             if not (trained or any(t.requires_grad for t in call.tensors)):
                 return None
-            seen = _seen(model, call, trained)
-            if self._smaller_binds(seen):
+            extent = _extent(model, call, trained)
+            if any(extent.covers(other) for kind, other in self.extents.items() if kind in self.binding):
                 self._are_planned(called)
                 return None
             there = made + sum(t.nbytes for t in (*parameters, *call.tensors))
-            larger = self._larger(seen, made)
-            peak = self._supposed(seen, AT_FIRST * there) if larger is None else self.spacious[larger].peak
+            larger = next((kind for kind in self.larger(extent) if self.is_known(kind, made)), None)
+            peak = self._supposed(extent, AT_FIRST * there) if larger is None else self.spacious[larger].peak
             if peak > most:
                 self._are_planned(called)
                 return None
             if larger is None and not self.may_measure:
                 return None
             said, device = self.front.described(names_of(call), call.leaves), self.front.device(call.tensors)
-            known = None if larger is None else (self.spacious[larger], self._seen[larger].nodes)
+            known, nodes = (None, 0) if larger is None else (self.spacious[larger], self._nodes[larger])
+            self.note(kind, extent)
             self.suppose(kind, device, said, int(peak), made)
             self.spacious.pop(kind, None)
-            self._seen[kind] = seen
+            self._nodes[kind] = nodes
             if known is not None:
-                self.spacious[kind] = known[0]._replace(call=said)
-                self._seen[kind] = seen._replace(nodes=known[1])
+                self.spacious[kind] = known._replace(call=said)
         return kind
 
     def _are_planned(self, called: Hashable) -> None:
@@ -130,27 +121,14 @@ class RoomyCalls(FreeCalls):
             self._planned.clear()
         self._planned.add(called)
 
-    def _smaller_binds(self, call: Seen) -> bool:
-        """Whether a kind comes near the budget in which no tensor has more elements than in ``call``."""
-        found = (seen for kind, seen in self._seen.items() if kind in self.binding and seen.form == call.form)
-        return any(all(x <= y for x, y in zip(seen.elements, call.elements, strict=True)) for seen in found)
-
-    def _larger(self, call: Seen, made: int) -> Hashable | None:
-        """A kind of which a step was measured, and in which no tensor has fewer elements than in ``call``."""
-        for kind, seen in self._seen.items():
-            covers = seen.form == call.form and all(x >= y for x, y in zip(seen.elements, call.elements, strict=True))
-            if covers and self.is_known(kind, made):
-                return kind
-        return None
-
-    def _supposed(self, call: Seen, at_first: float) -> float:
+    def _supposed(self, call: Extent, at_first: float) -> float:
         """Bytes that a call is supposed to take: the square of its growth over one that was measured."""
-        found = [
-            self.spacious[kind].peak
-            * max([1.0, *(now / max(1, was) for now, was in zip(call.elements, seen.elements, strict=True))]) ** 2
-            for kind, seen in self._seen.items()
-            if kind in self.spacious and seen.form == call.form
-        ]
+        found = []
+        for kind, seen in self.extents.items():
+            if kind in self.spacious and seen.sizeless == call.sizeless:
+                pairs = zip(call.counts or (), seen.counts or (), strict=True)
+                growth = max([1.0, *(now / max(1, was) for now, was in pairs)])
+                found.append(self.spacious[kind].peak * growth**2)
         return min(found, default=at_first)
 
     def run_own(self, kind: Hashable, model: torch.nn.Module, call: Call) -> Any:
@@ -161,17 +139,16 @@ class RoomyCalls(FreeCalls):
         before = next_number()
         if not self.is_measured(kind in self.spacious) and kind in self.spacious:
             result = self.run(kind, partial(self._called, model, call))
-            if (nodes := next_number() - before) > self._seen[kind].nodes:
+            if (nodes := next_number() - before) > self._nodes[kind]:
                 self._does_more(kind, nodes)
             return result
         result = self.run_measured(kind, partial(self._held, model, call))
-        nodes = max(self._seen[kind].nodes, next_number() - before)
-        self._seen[kind] = self._seen[kind]._replace(nodes=nodes)
+        self._nodes[kind] = max(self._nodes[kind], next_number() - before)
         return result
 
     def _does_more(self, kind: Hashable, nodes: int) -> None:
         """A call has recorded more ``nodes`` than those that were measured: the next one is measured."""
-        known, before = self.spacious.pop(kind), self._seen[kind].nodes
+        known, before = self.spacious.pop(kind), self._nodes[kind]
         if known.peak * nodes > self.front.budget * before:
             warn(
                 f"{self.front.name} computes more than in the step that was measured, though it is called with "

@@ -17,7 +17,6 @@ from rkgb.cost.measure import Known
 from rkgb.cost.usage import differentiable
 from rkgb.errors import MeasureError
 from rkgb.warn import warn
-from rockmate.calls.call_look import CallLook
 from rockmate.calls.families import Family
 from rockmate.calls.observe import Observer
 from rockmate.errors import InfeasibleBudgetError, PlanningWarning
@@ -52,11 +51,6 @@ class Runnable:
     number: int = 0
     derived: dict[str, Any] = field(default_factory=dict, init=False)  # from this one, for steps of several calls
 
-    @property
-    def call(self) -> tuple[str, ...]:
-        """The call that the plan is for, in a few words."""
-        return self.plan.call
-
     @cached_property
     def is_provisional(self) -> bool:
         """Whether nodes run again by costs that were scaled from another size: a better plan may be found."""
@@ -71,10 +65,6 @@ class Runnable:
     def wanted(self) -> Planner:
         """For all that was seen of such calls, also where no plan for that fits the budget."""
         return (self.observer and self.observer.refused) or self.planner
-
-    def look(self) -> CallLook | None:
-        """A close look at the call that begins now, if there is to be one."""
-        return None if self.observer is None else self.observer.look()
 
 
 def make_runnable(planner: Planner, budget: int, observer: Observer | None = None) -> Runnable:

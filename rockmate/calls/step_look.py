@@ -82,9 +82,9 @@ class StepLook(Look):
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``."""
         done = False
-        if not (self.reached or self.in_gap):  # before it comes to a call, it may make what is for another one
+        if not (self.reached or self.in_gap or self.whole):  # at first it may make what is for another call
             self._gap_begins("backward")
-            StepLook.gap_ends(self)
+            self.gap_ends()
         try:
             result = run()
             done = True

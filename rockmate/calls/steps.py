@@ -102,10 +102,6 @@ class Steps:
         """How many calls of the step have come before the one that comes now."""
         return len(self._turns) if self.waiting() else 0
 
-    def is_one_of_several(self, key: Hashable) -> bool:
-        """Whether a call that comes now shares the budget with others, by what is known."""
-        return bool(self.waiting()) or self.is_known(key)
-
     def is_known(self, key: Hashable) -> bool:
         """Whether a call that comes now is expected in a step whose calls are planned together."""
         return self._expected_now(key) is not None

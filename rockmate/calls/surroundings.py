@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import threading
-from collections.abc import Hashable, Iterator, Sequence
-from types import FunctionType
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -201,42 +200,6 @@ def modes_again(modes: list[Any]) -> Iterator[None]:
             _pop_mode()
 
 
-def modules_that_ask() -> list[Any]:
-    """Models of transformers that compute otherwise, with other bits, where they are compiled."""
-    found = [m for name, m in sys.modules.items() if name.startswith("transformers.models.")]
-    return [m for m in found if isinstance(vars(m).get(_QUESTION), FunctionType)]
-
-
-@contextlib.contextmanager
-def as_eager(asking: list[Any]) -> Iterator[None]:
-    """``asking``, from ``modules_that_ask``, do what they do in eager mode. Several threads may enter."""
-    with _ASKING:
-        for m in asking:
-            original, entered = _originals.get(m, (getattr(m, _QUESTION), 0))
-            _originals[m] = original, entered + 1
-            setattr(m, _QUESTION, _never)
-    try:
-        yield
-    finally:
-        with _ASKING:
-            for m in asking:
-                original, entered = _originals.pop(m)
-                if entered > 1:
-                    _originals[m] = original, entered - 1
-                else:
-                    setattr(m, _QUESTION, original)
-
-
-_QUESTION = "is_torchdynamo_compiling"
-_ASKING = threading.Lock()
-_originals: dict[Any, tuple[Any, int]] = {}
-"""By module that asks: what it asks, and how many times it is entered."""
-
-
-def _never() -> bool:
-    return False
-
-
 @contextlib.contextmanager
 def put_back_if_it_fails() -> Iterator[None]:
     """Capture a call. Where that fails within a transform of torch.func, TorchDynamo leaves what the transform sets: it
@@ -312,3 +275,19 @@ def without_global_hooks() -> Iterator[None]:
     finally:
         for hooks, before in held:
             hooks.update(before)
+
+
+Hooks = list[tuple[Callable[[], Any], int]]
+"""Hooks of modules: what returns the dict that a hook is in, if that still is, and its key there."""
+
+
+def hooks_of(model: torch.nn.Module) -> Hooks:
+    """All hooks of the model's modules, now."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    held = [m.__dict__[kind] for m in model.modules() for kind in kinds]
+    return [(weakref.ref(hooks), key) for hooks in held for key in hooks]
+
+
+def any_is_gone(hooks: Hooks) -> bool:
+    """Whether one of ``hooks`` was removed since."""
+    return any(key not in (held() or ()) for held, key in hooks)

@@ -53,19 +53,13 @@ class Terms:
         if isinstance(self.budget, Budget):
             self.settled = self.budget, planner.eager_peak
             self.budget = self.bytes_of(self.budget, planner)
-        elif len(self.steps.users()) > 1 or self.supposes_one_call:
-            self._settle_larger(planner)
+        elif (len(self.steps.users()) > 1 or self.supposes_one_call) and planner.eager_peak > self._peak:
+            self.settle_step(planner.eager_peak)  # of what several modules share, or of calls that may be of one step
         try:
             yield self.budget
         except BaseException:
             self.budget, self.settled = before
             raise
-
-    def _settle_larger(self, planner: Planner) -> None:
-        """A share of what several modules share, or calls of a step that is not known, is one of the largest so far."""
-        asked, peak = self.settled or (Budget(), 0)
-        if asked.share is not None and planner.eager_peak > peak:
-            self.settled, self.budget = (asked, planner.eager_peak), self.bytes_of(asked, planner)
 
     def of_now(self, before: int) -> int:
         """The budget in bytes for what was planned ``before`` for so many: no more, unless it is a share of a step of
@@ -82,15 +76,19 @@ class Terms:
 
     def settle_again(self, before: Planner, now: Planner) -> None:
         """A step has shown that it takes less than what was supposed, ``before``: a share of that is one of ``now``."""
-        asked, peak = self.settled or (Budget(), 0)
-        if asked.share is not None and peak == before.eager_peak:
-            self.settled, self.budget = (asked, now.eager_peak), self.bytes_of(asked, now)
+        if self._peak == before.eager_peak:
+            self.settle_step(now.eager_peak)
 
     def settle_step(self, peak: int) -> None:
-        """A step of several calls takes ``peak`` bytes if nothing runs again: a share is one of that."""
-        asked, _ = self.settled or (Budget(), 0)
+        """A step takes ``peak`` bytes if nothing runs again: a share is one of that."""
+        asked = self._asked
         if asked.share is not None and isinstance(self.budget, int):
             self.settled, self.budget = (asked, peak), int(peak * asked.share)
+
+    @property
+    def _peak(self) -> int:
+        """Of the step that the budget was settled for."""
+        return self.settled[1] if self.settled else 0
 
     @property
     def supposes_one_call(self) -> bool:

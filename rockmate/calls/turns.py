@@ -139,7 +139,7 @@ class Turn:
         if not self.began:
             self.began = next(_CLOCK)
             if Look.current is not None and Look.current is not look:
-                Look.current.another_begins()
+                Look.current.pause()
 
     @property
     def waits(self) -> bool:

@@ -53,12 +53,6 @@ class Noted:
         held = ((keys, holder(), then) for holder, keys, then in self.names)
         return any(x is not None and keys(x) != then for keys, x, then in held)
 
-    def forget(self) -> None:
-        """All is captured anew."""
-        self.shapes.clear()
-        self.names.clear()
-        self.environment = None
-
     def note_model(self, model: torch.nn.Module) -> None:
         """A call of ``model`` was captured."""
         self._note_classes(classes_of(model))
@@ -135,37 +129,41 @@ def see_what_is_not_guarded() -> None:
       nothing guards that it is not there. In installed packages it is.
     - Orders of ``OrderedDict``, and what classes of the user's have, are noted (``Noted``).
     - Whether two objects are the same is guarded.
-    - Code of the user's that asks whether it is compiled is told that it is not, as in eager mode.
+    - Code of the user's, or of a model of transformers, that asks whether it is compiled is told that it is not, as in
+      eager mode.
     - Profilers that the code opens are not left out: it is not captured.
     - Where it makes leaves, the line is told.
     """
     translation: Any = torch._dynamo.symbolic_convert
-    if hasattr(translation.InstructionTranslatorBase.exception_handler, "__wrapped__"):
-        return
     variables: Any = torch._dynamo.variables
     wrap(translation.InstructionTranslatorBase, "exception_handler", _without_absences)
     wrap(variables.builder.VariableBuilder, "__call__", _noting)
     wrap(variables.torch.TorchInGraphFunctionVariable, "call_function", _as_eager)
     wrap(variables.ctx_manager.ProfilerContextVariable, "__init__", _not_left_out)
-    if hasattr(torch._dynamo.output_graph.OutputGraph, _LEAVES):
-        wrap(torch._dynamo.output_graph.OutputGraph, _LEAVES, _with_its_line)
+    wrap(torch._dynamo.output_graph.OutputGraph, "_check_requires_grad_intermediate_outputs", _with_its_line)
     for name, same in (("is", True), ("is not", False)):
         compare = translation.compare_op_handlers[name]
-        translation.compare_op_handlers[name] = functools.partial(_compared, compare, same)
-    protocol = getattr(variables, "object_protocol", None)
-    if hasattr(protocol, "vt_identity_compare"):  # what == and "in" of objects come to, in newer versions
-        wrap(protocol, "vt_identity_compare", _identified)
+        if not isinstance(compare, functools.partial):
+            translation.compare_op_handlers[name] = functools.partial(_compared, compare, same)
+    # What == and "in" of objects come to, in newer versions.
+    wrap(getattr(variables, "object_protocol", None), "vt_identity_compare", _identified)
 
 
-def wrap(holder: Any, name: str, around: Callable[..., Any]) -> None:
-    """Have ``around`` called in the place of a function, with that function as its first argument."""
-    original = getattr(holder, name)
+def wrap(holder: Any, name: str, around: Callable[..., Any]) -> bool:
+    """Have ``around`` called in the place of a function, with that function as its first argument. Whether this is new:
+    not where it is done already, or there is no such function.
+    """
+    original = getattr(holder, name, None)
+    if original is None or getattr(original, "by_rockmate", None) is around:
+        return False
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
+    wrapper.by_rockmate = around  # type: ignore[attr-defined]
     setattr(holder, name, wrapper)
+    return True
 
 
 def _without_absences(handle: Callable[..., Any], translator: Any, raised: Any) -> Any:
@@ -190,13 +188,18 @@ def _noting(build: Callable[..., Any], builder: Any, value: Any) -> Any:
 
 
 def _as_eager(call: Callable[..., Any], function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    asks = function.value in _questions() and is_captured()
-    if asks and is_the_users(translator.f_code.co_filename):
-        return torch._dynamo.variables.ConstantVariable.create(False)
+    if function.value in _questions() and is_captured():
+        asks = translator.parent if translator.f_code.co_name == _ASKED_FOR_MODELS else translator
+        if is_the_users(asks.f_code.co_filename) or _MODELS in asks.f_code.co_filename:
+            return torch._dynamo.variables.ConstantVariable.create(False)
     return call(function, translator, *args, **kwargs)
 
 
-_LEAVES = "_check_requires_grad_intermediate_outputs"
+_MODELS = os.path.join("transformers", "models", "")
+"""In the paths of models that compute otherwise, with other bits, where they are compiled."""
+
+_ASKED_FOR_MODELS = "is_torchdynamo_compiling"
+"""The function of transformers by which they ask."""
 
 
 def _with_its_line(check: Callable[..., None], output: Any, *args: Any) -> None:

@@ -36,7 +36,7 @@ class PlannedWays(FoundWays[ChainPlan]):
         waits = max(0, waits_of(runnable) - room.kept - room.scalars)
         super().__init__(planner.problem, runnable.plan.schedule, planner.reserved, (waits, waits))
         self.runnable, self.owner, self.progress, self.seen = runnable, owner, progress, waits_of(runnable)
-        self.call, self.device = runnable.call, planner.device
+        self.call, self.device = runnable.plan.call, planner.device
         k = planner.graphs.K
         self.made = sum(k.s.d.values[v].bytes for v in k.missing)
         self._placed: dict[Way, Runnable] = {}

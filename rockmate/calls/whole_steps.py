@@ -71,6 +71,8 @@ class KnownStep:
 class WholeStep(StepLook):
     """Measures a step whose calls were planned together. ``turns``: of its calls, as they come."""
 
+    whole = True
+
     def __init__(
         self, step: KnownStep, turns: list[Turn], device: torch.device, name: str, say: Callable[[str], None]
     ) -> None:
@@ -83,21 +85,6 @@ class WholeStep(StepLook):
     def lets_call(self, planned: bool) -> bool:
         """As in ``Look``: all calls are of this step."""
         return self.thread == threading.get_ident() and any(turn.waits for turn in self.turns)
-
-    @property
-    def waits_for_others(self) -> bool:
-        """As in ``Look``: they are seen in later steps."""
-        return True
-
-    def gap_begins(self) -> None:
-        """As in ``Look``."""
-
-    def gap_ends(self) -> None:
-        """As in ``Look``."""
-
-    def mark(self) -> None:
-        """As in ``StepLook``."""
-        self._mark()
 
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """As in ``Look``: the step is over when no call waits."""

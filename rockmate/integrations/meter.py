@@ -146,6 +146,8 @@ class _StepPeak(Look):
     It is made a step before, so that it knows what the step releases of what that one allocated, such as gradients.
     """
 
+    whole = True
+
     def __init__(self, opened: Window | None) -> None:
         super().__init__(opened)
         self.opened = opened
@@ -168,17 +170,6 @@ class _StepPeak(Look):
     def lets_call(self, planned: bool) -> bool:
         """As in ``Look``: all calls are of this step. Where one has to be planned, the look ends."""
         return True
-
-    @property
-    def waits_for_others(self) -> bool:
-        """As in ``Look``."""
-        return True
-
-    def gap_begins(self) -> None:
-        """As in ``Look``."""
-
-    def gap_ends(self) -> None:
-        """As in ``Look``."""
 
     def read(self) -> int | None:
         """Bytes above the level at the beginning; None if another has taken the profiler."""

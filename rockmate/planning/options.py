@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from numbers import Integral
 from typing import Any
@@ -36,10 +36,6 @@ class PlanOptions:
         if not isinstance(self.compile, bool):
             raise InputError(f"compile={self.compile!r}: give True or False")
         object.__setattr__(self, "loss_memory", checked_loss(self.loss_memory))
-
-    def with_auto_solver(self) -> PlanOptions:
-        """The same with the best of our solvers."""
-        return replace(self, solver="auto")
 
 
 def options_of(

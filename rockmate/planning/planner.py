@@ -65,6 +65,10 @@ class Planner(PlanFinder):
         room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
         return self._with(graphs, room, saved=None, seconds=seconds, options_of_blocks=options)
 
+    def with_auto_solver(self) -> Planner:
+        """The same with a solver that finds the plan of least memory."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, solver="auto"))
+
     def _with(self, graphs: Graphs, room: Room, **changed: Any) -> Planner:
         """This planner with other costs, or another room for the loss: nothing is solved yet."""
         problem = problem_of(graphs, room, self.options.costs)
