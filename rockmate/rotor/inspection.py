@@ -235,7 +235,7 @@ class Probe:
             first = tensor_leaves(stage.first(self.x, ignore))
             assert stage.moment is not None
             stage.moment.learn_attributes()
-            for d in self.states:  # the caller may draw before the backward
+            for d in list[Any](self.states):  # the caller may draw before the backward
                 set_random_state(d, torch.Generator(getattr(d, "device", d)).manual_seed(726).get_state())
             states, aside = self.moment.generator_states(self.x), dict[RandomSource, torch.Tensor]()
             again = tensor_leaves(stage.fill(self.x, True, aside))
