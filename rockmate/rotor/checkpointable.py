@@ -136,9 +136,7 @@ class Checkpointable(nn.Module):
                 if any(isinstance(m, kind) for m in function.modules()):
                     raise InputError(f"layer {name} is or has {why}")
         with Heeded(), without_saved_hooks(), without_cached_parametrizations():
-            chain = measure_chain(
-                functions, names, custom_input, self.costs, preserve_rng_state=self.preserve_rng_state
-            )
+            chain = measure_chain(functions, names, custom_input, self.costs, self.preserve_rng_state)
         self.chain, self.sequence = replace(chain, loss=chain.loss + self.loss_tmp_memory_usage), None
         self._moments = [*map(Moment, functions)]
         self._situation, self._earlier = Situation(self._moments, custom_input), []

@@ -38,16 +38,14 @@ class Call:
     """One forward and its backward, by the operations of ``sequence``.
 
     ``layers``: earlier moments of the stages. ``names``: of the stages; if given, every operation is announced on
-    stderr. ``preserve_rng_state``: whether a recompute draws the same random numbers.
+    stderr. ``preserve``: whether a recompute draws the same random numbers.
     """
 
-    def __init__(
-        self, layers: Many[Moment], sequence: Sequence, names: Many[str] | None, preserve_rng_state: bool
-    ) -> None:
+    def __init__(self, layers: Many[Moment], sequence: Sequence, names: Many[str] | None, preserve: bool) -> None:
         end = sequence.index(Loss())
         self.forward_part, self.todo = cast(tuple[Ops, Ops], (sequence[:end], sequence[end + 1 :]))
         self.names = names
-        self.stages = [Stage(layer, preserve_rng_state) for layer in layers]
+        self.stages = [Stage(layer, preserve) for layer in layers]
         self.stored: dict[int, Held] = {}
         self.starts, self.aside = run_starts(sequence), States()
         self.mode, self.settings = replace(current_mode(), grad=True), settings()
@@ -104,12 +102,11 @@ class Call:
             self.stored.pop(k + 1, None)
             return
         x = (self.stored[k] if isinstance(operation, Fck) else self.stored.pop(k)).read(self.stages[k].name)
+        stage, keeps = self.stages[k], isinstance(operation, Fe)
         with self._caching():
-            stage = self.stages[k]
-            keeps = isinstance(operation, Fe)
             x = stage.fill(x, following != B(k), self.aside) if keeps else stage.again(x, self.aside)
-        if isinstance(operation, Fe):
-            self.stages[k].release_states()
+        if keeps:
+            stage.release_states()
         if x is not None:
             self.stored[k + 1] = Held(x)
 

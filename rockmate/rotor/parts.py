@@ -41,6 +41,8 @@ _NORMS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 
 _changed_buffers: _Learned = weakref.WeakKeyDictionary()
 _changed_attributes: _Learned = weakref.WeakKeyDictionary()
+HIDING = weakref.WeakSet[Any]()
+"""Layers that may leave a random state that they draw from as it was, or set it: ``torch.random.fork_rng``."""
 
 
 def changing(function: Function) -> frozenset[str]:
@@ -130,6 +132,10 @@ class Moment:
         devices = watched_devices((*tensor_leaves(x), *self.parameters.values()))
         sources: list[RandomSource] = [*devices, *self.generators]
         return {source: random_state(source) for source in sources if source not in but}
+
+    def drawn(self, states: dict[RandomSource, torch.Tensor]) -> dict[RandomSource, torch.Tensor]:
+        """After a run that began with these states: those of the generators that it may have drawn from."""
+        return {d: s for d, s in states.items() if self.function in HIDING or not torch.equal(s, random_state(d))}
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers, to see later which the run changed: some operations leave version counters alone."""
@@ -240,12 +246,10 @@ class Situation:
         parameters = [p for of in layers for p in of.parameters.values()]
         self.fixed = (
             *(replace(current_mode(), grad=True), settings()),
-            *((of.modules, of.configuration) for of in layers),
+            *((of.modules, of.configuration, of.function in HIDING) for of in layers),
             *((p.dtype, p.device, p.shape) for p in parameters),
-            *(
-                (t.dtype, t.device, t.dim(), t.layout if t.layout != torch.strided or t.is_contiguous() else t.stride())
-                for t in inputs
-            ),
+            *((t.dtype, t.device, t.dim()) for t in inputs),
+            *(t.layout if t.layout != torch.strided or t.is_contiguous() else t.stride() for t in inputs),
         )
         wants = (t.requires_grad for t in (*parameters, *inputs))
         changed = (changing(of.function) for of in layers)

@@ -121,7 +121,7 @@ class Stage:
 
         with saved_tensors_hooks(not_compiled(pack), _unpack):
             output = self.function(x)
-        self.generators = {d: s for d, s in states.items() if not torch.equal(s, random_state(d))}
+        self.generators = moment.drawn(states)
         self.buffers = moment.learn_buffers(copies)
         self.taken = [None] * len(slots)
         if self.generators or known or not self.preserve_rng_state:  # such an operation draws
@@ -179,7 +179,7 @@ class Stage:
             except Exception:  # an interpreter between, as TorchScript's, makes another error of a Stop
                 if not self.stopped:
                     raise
-            if self.generators is None and any(not torch.equal(s, random_state(d)) for d, s in states.items()):
+            if self.generators is None and moment.drawn(states):
                 raise RuntimeError(self._gone())
         return None if self.stopped else detached(output)
 

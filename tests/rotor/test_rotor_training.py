@@ -413,6 +413,45 @@ def test_random_layers_in_any_sequence(kinds: str) -> None:
         assert measure_peak(lambda: step(chk, x)) <= chk.get_expected_memory() + 64
 
 
+class Forked(nn.Module):
+    """Draws from the state of its caller, which it puts back; or it sets a seed, and always leaves the same state."""
+
+    def __init__(self, seeds: bool) -> None:
+        super().__init__()
+        self.linear, self.seeds = nn.Linear(64, 64), seeds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.seeds:
+            torch.manual_seed(5)
+            return F.dropout(self.linear(x), 0.5)
+        with torch.random.fork_rng():
+            return F.dropout(self.linear(x), 0.5)
+
+
+@pytest.mark.parametrize("kinds", ["ldfldlf", "sdfsls", "ffffl", "lslsl"])
+def test_layers_that_leave_no_trace_in_the_random_state(kinds: str) -> None:
+    layers = {"l": lambda: nn.Linear(64, 64), "d": Noise, "f": lambda: Forked(False), "s": lambda: Forked(True)}
+    model, x = nn.Sequential(*(layers[kind]() for kind in kinds)), torch.ones(16, 64)
+    torch.manual_seed(5)
+    F.dropout(x)  # the state that a layer that sets the seed leaves
+    first = rotor.Checkpointable(model, x, 2**30, costs="flops")
+    for chk in (first, copy.deepcopy(first)):
+        plain = copy.deepcopy(chk.model)
+        for segments in range(1, len(kinds) + 1):
+            found = []
+            for run, owner in ((chk, chk.model), (plain, plain)):
+                torch.manual_seed(1)
+                owner.zero_grad()
+                y = run(x)
+                torch.rand(3)
+                y.square().mean().backward()
+                found.append([*(p.grad.clone() for p in owner.parameters()), torch.get_rng_state()])
+            assert_same(*found)
+            assert chk.chain is not None
+            assert measure_peak(lambda run=chk: step(run, x)) <= chk.get_expected_memory() + 64
+            chk.sequence = segments_sequence(chk.chain, segments)
+
+
 def test_random_segments_take_what_checkpoint_sequential_takes() -> None:
     model, x = noisy("dddddddd"), torch.randn(512, 64)
     chk = rotor.Checkpointable(model, x, 2**30, costs="flops")
