@@ -24,12 +24,12 @@ from rockmate.planning.wrappers import NO_REPLICAS, OwnCall, put_call, take_call
 
 def watch_others(kind: type, attached: Callable[[torch.nn.Module], object]) -> None:
     """From now on, code that torch.compile makes says so once where it takes an attached model apart, and
-    torch.nn.DataParallel makes no replicas of one. ``kind``: of what is put in the place of a model's calls, which
-    ``attached`` returns, or None.
+    torch.nn.DataParallel makes no replicas of one, and torch.jit.script says so. ``kind``: of what is put in the place
+    of a model's calls, which ``attached`` returns, or None.
 
     torch's compiler takes seconds to import: where it is not there yet, the first torch.compile brings it.
     """
-    _refuse_replicas(attached)
+    _watch_copies(attached)
     if "torch._dynamo" in sys.modules:
         _watch_compiler(kind, attached)
     elif not hasattr(torch.compile, "watches_for_rockmate"):
@@ -84,7 +84,7 @@ def _watch_compiler(kind: Any, attached: Callable[[torch.nn.Module], object]) ->
     )
 
 
-def _refuse_replicas(attached: Callable[[torch.nn.Module], object]) -> None:
+def _watch_copies(attached: Callable[[torch.nn.Module], object]) -> None:
     kind: Any = torch.nn.Module
     original = kind._replicate_for_data_parallel
     if hasattr(original, "watches_for_rockmate"):
@@ -96,8 +96,18 @@ def _refuse_replicas(attached: Callable[[torch.nn.Module], object]) -> None:
             raise InputError(NO_REPLICAS)
         return original(self)
 
+    def prepare(self: torch.nn.Module) -> torch.nn.Module:
+        """What torch.jit.script calls of each module."""
+        if attached(self) is not None:
+            warn_once(
+                f"{type(self).__name__} is attached, and what torch.jit.script makes of it runs with no plan, and no "
+                "budget: train the module itself",
+                BudgetWarning,
+            )
+        return self
+
     replicate.watches_for_rockmate = True  # type: ignore[attr-defined]
-    kind._replicate_for_data_parallel = replicate
+    kind._replicate_for_data_parallel, kind.__prepare_scriptable__ = replicate, prepare
 
 
 def watch_layers(model: torch.nn.Module, front: Front) -> None:
