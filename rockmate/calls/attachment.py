@@ -156,7 +156,7 @@ class Attachment(Handle, OwnCall):
     def _run_in_its_way(self, model: torch.nn.Module, call: Call) -> Any:
         """As one graph, or followed."""
         try:
-            _check_tensors(call)
+            _check_tensors(call, self.device)
         except UnsupportedError as error:
             return self._run_unplanned(model, call, error, None)
         self._begin_step(call.tensors)
@@ -305,8 +305,10 @@ _BY_POSITION = (
 )
 
 
-def _check_tensors(call: Call) -> None:
-    """Raise ``UnsupportedError`` for arguments that no plan can be for."""
+def _check_tensors(call: Call, device: Callable[[list[torch.Tensor]], torch.device]) -> None:
+    """Raise ``UnsupportedError`` for arguments that no plan can be for. ``device``: where the model lies."""
+    if any(t.is_meta for t in call.tensors) and (place := device(call.tensors)).type != "meta":
+        raise InputError(f"an input is on the meta device, where it has no values: make it on {place}, as the model is")
     if any(t.is_nested for t in call.tensors):
         raise UnsupportedError(
             "a nested tensor is among the inputs, whose parts have sizes of their own: give a padded tensor and a "

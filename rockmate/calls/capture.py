@@ -160,9 +160,10 @@ class Capture:
     def _check(self, program: fx.GraphModule) -> None:
         """Raise ``UnsupportedError`` for what is to be no graph."""
         check_capture(program)
-        if check_checkpoints(program):
-            self.front.say_checkpoints()
+        checkpoints = check_checkpoints(program)
         check_values(program)
+        if checkpoints:
+            self.front.say_checkpoints()
 
     def _warn_of_captures(self, changed: str) -> None:
         """Say that the same was captured for the many-th time, since the condition ``changed`` does not hold."""

@@ -100,22 +100,24 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
     """Whether the program has parts that ``torch.utils.checkpoint`` would run again. A plan runs them as if it did not.
 
     Raises ``UnsupportedError`` where that would not be the same: eager mode draws other numbers in the second run
-    (``preserve_rng_state=False``), writes once more (statistics of a batch norm), or gives no gradients (a reentrant
-    one of which no input requires grad).
+    (``preserve_rng_state=False``), writes once more (statistics of a batch norm), gives no gradients (a reentrant one
+    of which no input requires grad), or adds gradients in another order (a reentrant one, of what others use, too).
     """
     found = [n for n in program.graph.nodes if str(getattr(n.target, "_name", "")) == "tag_activation_checkpoint"]
     for node in found:
         body = getattr(program, str(node.args[0].target))
         calls = [n for g in graphs_within(body) for n in g.graph.nodes if n.op in ("call_function", "call_method")]
         names = [str(getattr(n.target, "__name__", n.target)) for n in calls]
-        own = [a.meta.get("example_value") for a in node.args[1:] if isinstance(a, fx.Node)]
-        inputs = [t for t in own if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter)]
+        own = [(t, a) for a in node.all_input_nodes if isinstance(t := a.meta.get("example_value"), torch.Tensor)]
+        inputs = [t for t, _ in own if not isinstance(t, torch.nn.Parameter)]
         if node.kwargs.get("preserve_rng_state") is False and any(_DRAWS.search(name) for name in names):
             what = "with preserve_rng_state=False, so that its second run draws other numbers"
         elif any("batch_norm" in name or (name.endswith("_") and not name.endswith("__")) for name in names):
             what = "that writes, as it does once more in its second run"
         elif node.kwargs.get("use_reentrant") and not any(t.requires_grad for t in inputs):
             what = "with use_reentrant=True and no input that requires grad, so that its parameters get no gradients"
+        elif node.kwargs.get("use_reentrant") and any(t.requires_grad and len(a.users) > 1 for t, a in own):
+            what = "with use_reentrant=True that shares tensors, whose gradients it adds in an order of its own"
         else:
             continue
         raise UnsupportedError(f"a part is checkpointed {what}{line_of(node)}: remove the checkpoint")

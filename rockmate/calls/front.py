@@ -48,6 +48,12 @@ _MANY = (2, 32, 128, 512)
 TIMED = 20
 """Planned steps after which one is timed."""
 
+_AS_IF_NOT = "It is planned as if it did not, with the same results; without these calls the first steps take less time"
+_STAY = (
+    "Some of them stay as they are, since results may be others without (reentrant and selective ones, and those that "
+    "write or draw): remove these calls, or give use_reentrant=False, so that the plan decides what runs again there"
+)
+
 ANOTHER_BUDGET = "the budget of now"
 """Why calls that had a plan are planned again."""
 
@@ -59,7 +65,8 @@ class Front:
     """What captured graphs have in common: the plans, and what is said of them.
 
     ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: whose plan ran last. ``saved``: a plan
-    that is to be taken. ``follows``: calls are followed whose graph cannot be planned.
+    that is to be taken. ``follows``: calls are followed whose graph cannot be planned. ``timed_plan``: one, and what
+    its overhead was measured to be. ``said_checkpoints``: as in ``say_checkpoints``.
     """
 
     follows = False
@@ -74,22 +81,23 @@ class Front:
         self._before: tuple[str, ...] | None = None
         self._came: dict[tuple[str, ...], dict[Hashable, set[Hashable]]] = {}  # calls, by what is said and by graphs
         self._others = 0  # sizes and numbers that came after the first
+        self.timed_plan: tuple[Plan, float] | None = None
         self._steps: int | None = 0  # under a plan that runs something again, until one of them was timed
-        self._said_checkpoints = self._said_needs_data = False
+        self.said_checkpoints: set[bool] = set()
+        self._said_needs_data = False
         self.rehearses = False  # training steps run that are no training: see rockmate.calls.rehearsal
         self.inside = threading.local()  # what is known of the call that this thread is in
 
     def note_free_call(self) -> None:
         """The call that this thread is in needs no plan, as far as it is known."""
 
-    def say_checkpoints(self) -> None:
-        """Say once that the model checkpoints itself."""
-        if not self._said_checkpoints:
-            self._said_checkpoints = True
+    def say_checkpoints(self, stay: bool = False) -> None:
+        """Say once that the model checkpoints itself. ``stay``: parts that do so still do."""
+        if stay not in self.said_checkpoints:
+            self.said_checkpoints.add(stay)
             LOG.info(
-                "%s checkpoints parts of itself (torch.utils.checkpoint, gradient_checkpointing_enable()). It is "
-                "planned as if it did not, with the same results; without these calls the first steps take less time",
-                self.name,
+                "%s checkpoints parts of itself (torch.utils.checkpoint, gradient_checkpointing_enable()). %s",
+                *(self.name, _STAY if stay else _AS_IF_NOT),
             )
 
     def bytes_of_missing_gradients(self) -> dict[str, int]:
@@ -181,10 +189,11 @@ class Front:
         self._steps = None
 
         def told(total: int, again: int) -> None:
+            self.timed_plan = plan, again / max(1, total - again)
             LOG.info(
                 "%s: what runs again took %.1f %% of the rest of a step, measured after %d planned steps; %.1f %% was "
                 "predicted",
-                *(self.name, 100 * again / max(1, total - again), TIMED, 100 * plan.predicted_overhead),
+                *(self.name, 100 * self.timed_plan[1], TIMED, 100 * plan.predicted_overhead),
             )
 
         return told

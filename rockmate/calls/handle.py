@@ -313,6 +313,8 @@ class Handle(Front):
         device goes.
         """
         said = f"{self.name}: {error}"
+        if True in self.said_checkpoints:
+            said += " Parts of it keep checkpoints of their own (torch.utils.checkpoint): remove those first."
         if auto:
             self.terms.ask_device()
             table = self._memory(StepBytes(error.min_budget, made=self.terms.rest(self.device()).missing))

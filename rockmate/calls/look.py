@@ -161,7 +161,7 @@ class Look(ABC):
 FAILED = ("forward failed", "backward failed")
 """Why a step is not seen that is none."""
 
-LET_GO = "outputs were let go without a backward"
+LET_GO = "no backward came to their outputs: the loss raised an error, or did not use them"
 """Why a step is not seen whose graph goes."""
 
 

@@ -23,13 +23,15 @@ from rockmate.planning.wrappers import NO_REPLICAS, OwnCall, put_call, take_call
 
 def watch_others(kind: type, attached: Callable[[torch.nn.Module], object]) -> None:
     """From now on, code that torch.compile makes says so once where it takes an attached model apart, and
-    torch.nn.DataParallel makes no replicas of one. ``kind``: of what is put in the place of a model's calls, which
-    ``attached`` returns, or None.
+    torch.nn.DataParallel makes no replicas of one, and torch.jit.script says so. ``kind``: of what is put in the place
+    of a model's calls, which ``attached`` returns, or None.
 
     torch's compiler takes seconds to import: where it is not there yet, the first torch.compile brings it.
     """
     _ATTACHED[:] = [kind, attached]
-    wrap(torch.nn.Module, "_replicate_for_data_parallel", _refused)
+    module: Any = torch.nn.Module
+    wrap(module, "_replicate_for_data_parallel", _refused)
+    module.__prepare_scriptable__ = _scripted
     if "torch._dynamo" in sys.modules:
         _watch_compiler()
     else:
@@ -44,6 +46,17 @@ def _refused(replicate: Callable[..., Any], model: torch.nn.Module) -> Any:
     if _ATTACHED[1](model) is not None:
         raise InputError(NO_REPLICAS)
     return replicate(model)
+
+
+def _scripted(model: torch.nn.Module) -> torch.nn.Module:
+    """What torch.jit.script calls of each module."""
+    if _ATTACHED[1](model) is not None:
+        warn_once(
+            f"{type(model).__name__} is attached, and what torch.jit.script makes of it runs with no plan, and no "
+            "budget: train the module itself",
+            BudgetWarning,
+        )
+    return model
 
 
 def _watched(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -34,17 +34,20 @@ class CheckpointedParts:
 
 
 class Unchecked:
-    """Within, the checkpoints of one call run as ``parts`` says. ``found``: a part that had its checkpoint need not."""
+    """Within, the checkpoints of one call run as ``parts`` says. ``found``: a part that had its checkpoint need not;
+    ``stay``: one has to.
+    """
 
     def __init__(self, parts: CheckpointedParts, model: torch.nn.Module, tape: Tape) -> None:
         self.parts, self.model, self.tape = parts, model, tape
-        self.found = False
+        self.found = self.stay = False
         self._came = 0
         self._within = False  # a part with its checkpoint, whose inner parts keep theirs
         self._outer: Unchecked | None = None
 
     def __enter__(self) -> Unchecked:
         setattr(checkpoint, _NAME, _generator)
+        setattr(checkpoint, _NAME_IN_REENTRANT, _in_reentrant)
         self._outer, _HERE.call = getattr(_HERE, "call", None), self
         return self
 
@@ -83,6 +86,8 @@ class Unchecked:
         kept = not held.one_way and not held.changed() and numbers == _numbers()
         if kept and usual and not _effect(tape.ops[op:], datum, preserves):
             self.parts.plain[number] = self.found = True
+        else:
+            self.stay = True
 
 
 _HERE = threading.local()
@@ -102,6 +107,17 @@ def _generator(function: Any, preserves: bool, context: Any, *rest: Any, **kwarg
         yield from own
     else:
         yield from call.run(own, preserves, context is checkpoint.noop_context_fn)
+
+
+_NAME_IN_REENTRANT = "check_backward_validity"
+_OWN_IN_REENTRANT: Callable[[Any], None] = getattr(checkpoint, _NAME_IN_REENTRANT)
+
+
+def _in_reentrant(inputs: Any) -> None:
+    """In the place of what torch calls in the forward of each reentrant part."""
+    if (call := getattr(_HERE, "call", None)) is not None:
+        call.stay = True
+    _OWN_IN_REENTRANT(inputs)
 
 
 def _effect(ops: list[Op], first: int, preserves: bool) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rkgb.cost.memory import is_measuring
+from rkgb.cost.memory import is_measuring, refuse_within_measurements
 from rkgb.warn import warn
 from rockmate.calls.look import FAILED, Look
 from rockmate.errors import BudgetWarning
@@ -44,6 +44,8 @@ class Watch:
         if self.looks >= MOST_LOOKS or (Look.current is not None and Look.current.waits_for_others):
             return None  # where another call of the step is observed, this one is later
         if is_measuring():
+            if not planned and not self.looks and not self.unseen:
+                refuse_within_measurements()  # it runs once as it is, to be observed, and is measured the next time
             if not planned:
                 self._say(
                     f"{self.name} has no plan for such steps yet. For a plan, this step is to be observed, but its "

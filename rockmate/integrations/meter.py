@@ -108,8 +108,9 @@ class Meter:
 
     def figures(self) -> dict[str, float]:
         """What is known of the last plan: ``rockmate_predicted_peak`` and ``rockmate_measured_peak`` in bytes,
-        ``rockmate_predicted_overhead`` and ``rockmate_measured_overhead`` as fractions of a step without a plan. Empty
-        before the first plan, and where the budget does not bind.
+        ``rockmate_predicted_overhead`` and ``rockmate_measured_overhead`` as fractions of a step without a plan. If no
+        ``plain_steps`` are timed, the latter is of one step, the 21st under the plan of a captured model. Empty before
+        the first plan, and where the budget does not bind.
         """
         plan = self._plan
         if plan is None:
@@ -122,6 +123,8 @@ class Meter:
             found["rockmate_measured_peak"] = self._peak
         if self.plain_steps and len(self._planned) == self.plain_steps:
             found["rockmate_measured_overhead"] = median(self._planned) / median(self._plain[1:]) - 1
+        elif self.handle is not None and self.handle.timed_plan and self.handle.timed_plan[0] is plan:
+            found["rockmate_measured_overhead"] = self.handle.timed_plan[1]
         return found
 
     def _taken(self) -> list[int]:

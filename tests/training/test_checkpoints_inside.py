@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
-from rockmate import UnsupportedError, measure_peak
+from rockmate import InfeasibleBudgetError, UnsupportedError, measure_peak
 
 WIDTH, LAYERS = 64, 6
 Part = Callable[["Layers", int, torch.Tensor], torch.Tensor]
@@ -166,11 +166,50 @@ def test_safe_parts_are_planned_without(
 
 @pytest.mark.parametrize("way", ["attach", "Rockmate"])
 @pytest.mark.parametrize(("part", "options"), AS_THEY_ARE.values(), ids=AS_THEY_ARE)
-def test_other_parts_stay_as_they_are(part: Part, options: dict[str, Any], way: str) -> None:
+def test_other_parts_stay_as_they_are(
+    part: Part, options: dict[str, Any], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
     eager = Layers(part, **options)
-    model, handle = planned_by(way, copy.deepcopy(eager), "100%", randn(128, WIDTH, seed=0).requires_grad_())
-    assert_same([*trained(model)], [*trained(eager)])
+    with caplog.at_level(logging.INFO, "rockmate"):
+        model, handle = planned_by(way, copy.deepcopy(eager), "100%", randn(128, WIDTH, seed=0).requires_grad_())
+        assert_same([*trained(model)], [*trained(eager)])
     assert handle.plan is not None
+    assert caplog.text.count("Some of them stay as they are") == 1
+    if way == "attach":
+        with pytest.raises(InfeasibleBudgetError, match="keep checkpoints of their own"):
+            handle.budget = 1000
+
+
+class Residual(nn.Module):
+    """Reentrant parts of which gradients meet others."""
+
+    def __init__(self, shares: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        block = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.blocks = [block if shares == "weights" else copy.deepcopy(block) for _ in range(4)]
+        self.modules_of_blocks, self.shares = nn.ModuleList(self.blocks), shares
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, found = self.first(x), []
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: x + block(x), x, use_reentrant=True)
+            found.append(x)
+        return torch.stack(found).sin().sum(0) if self.shares == "results" else x
+
+
+@pytest.mark.parametrize("shares", ["nothing", "results", "weights"])
+def test_reentrant_parts_add_gradients_as_in_eager_mode(shares: str, caplog: pytest.LogCaptureFixture) -> None:
+    eager = Residual(shares)
+    with caplog.at_level(logging.INFO, "rockmate"):
+        model, handle = planned_by("attach", Residual(shares), "100%", x := randn(128, WIDTH, seed=0))
+        for _ in range(3):  # gradients add up
+            for m in (model, eager):
+                m(x).square().mean().backward()
+            assert_same(snapshot(model, x), snapshot(eager, x))
+    assert ("is planned as if it did not" in caplog.text) == (shares == "nothing")
+    assert ("that shares tensors" in handle.reason) == (shares != "nothing")
 
 
 class Packing(Layers):

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import rockmate
 from rockmate import BudgetError, InputError, measure_peak
+from rockmate.calls.front import TIMED
 from rockmate.integrations import Meter
 from rockmate.integrations.lightning import RockmateCallback as ForLightning
 from rockmate.integrations.transformers import RockmateCallback as ForTrainer
@@ -201,6 +202,18 @@ def test_a_meter_in_a_loop_of_accelerate() -> None:
     model.zero_grad()
     again = measure_peak(lambda: model(x).square().mean().backward())
     assert abs(meter.figures()["rockmate_measured_peak"] - again) <= SCALARS
+
+
+def test_an_overhead_is_measured_without_plain_steps() -> None:
+    model = Classifier().net
+    meter = Meter("60%", costs="flops")
+    meter.attach(model)
+    for k in range(TIMED + 8):
+        meter.begin()
+        model(randn(64, 32, seed=k)).square().mean().backward()
+        meter.end()
+        model.zero_grad()
+    assert set(meter.figures()) == ALL
 
 
 def test_a_measurement_gives_way_to_a_new_plan() -> None:

@@ -520,3 +520,21 @@ def test_arguments_that_contain_themselves(fallback: bool) -> None:
     else:
         with pytest.raises(UnsupportedError, match="a container that is in itself"):
             model(given)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_what_torch_jit_makes_of_an_attached_model_is_said_to_have_no_plan() -> None:
+    model = net()
+    attach(model, "60%")
+    with pytest.warns(BudgetWarning, match=r"Sequential is attached, and what torch\.jit\.script makes"):
+        torch.jit.script(nn.Sequential(model, nn.ReLU()))
+    detach(model)
+    torch.jit.script(model)
+
+
+def test_an_input_without_values_is_refused() -> None:
+    model = net()
+    attach(model, "60%")
+    with pytest.raises(InputError, match="an input is on the meta device, where it has no values: make it on cpu"):
+        model(X.to("meta"))
+    model(X).sum().backward()

@@ -869,7 +869,7 @@ def backward_under_a_profiler(loss: torch.Tensor) -> None:
         ("a profiler was started", backward_under_a_profiler),
         ("backward kept its graph", lambda loss: loss.backward(retain_graph=True)),
         ("no backward came before the next forward", lambda loss: None),
-        ("outputs were let go without a backward", lambda loss: loss.detach_()),
+        ("no backward came to their outputs: the loss raised an error", lambda loss: loss.detach_()),
     ],
 )
 def test_it_is_said_why_steps_cannot_be_observed(why: str, does: Callable[[torch.Tensor], Any]) -> None:

@@ -109,22 +109,28 @@ class Turns(Checked):
         return torch.tanh(x)
 
 
-def test_a_measured_step_that_is_to_be_observed_is_said_to_run_without_a_plan() -> None:
+def test_a_step_that_is_measured_is_planned_before() -> None:
     torch.manual_seed(0)
     model, x = Turns(), randn(ROWS, WIDTH, seed=1)
-    attach(model, "70%")
+    handle = attach(model, "70%")
 
     def step() -> None:
         model(x).square().mean().backward()
         model.zero_grad()
 
-    with pytest.warns(BudgetWarning, match="has no plan for such steps yet"):
-        measure_peak(step)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert measure_peak(step) <= handle.budget
         for _ in range(5):
             step()
         measure_peak(step)
+
+
+def test_a_measured_step_that_cannot_be_observed_is_said_to_run_without_a_plan() -> None:
+    model, x = Turns(), randn(ROWS, WIDTH, seed=1)
+    attach(model, "70%")
+    with pytest.warns(BudgetWarning, match="has no plan for such steps yet"):
+        measure_peak(lambda: model(x))
 
 
 @pytest.mark.parametrize("model", [Checked, lambda: nn.Sequential(*(Checked().blocks))])
