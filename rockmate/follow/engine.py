@@ -29,7 +29,7 @@ from rockmate.follow.following import following, lasting_of
 from rockmate.follow.known import CallKind, CallKinds, Known
 from rockmate.follow.observed import Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
-from rockmate.follow.plan import FollowedPlan, eager_peak_of, frontier_of
+from rockmate.follow.plan import FollowedPlan, eager_peak_of, fastest_of_least, frontier_of
 from rockmate.follow.planned import Planned
 from rockmate.follow.problem import problem_of
 from rockmate.follow.record import Slot, form_of_op
@@ -276,9 +276,7 @@ class Followed:
         known.seconds = time.perf_counter() - began
         known.waits = observed.more_in_gaps(moments)
         known.used = {use for use in (observed.use,) if use is not None} | (before.used if before else set())
-        like = [k for k in same if k.found.is_like(found)]
-        known.schedule = next((k.schedule for k in like if k.observed.seen.sizes == seen.sizes), None)
-        known.alike = next((k.schedules() for k in like), [])
+        known.inherit(same)
         self._left = False
         wanted = len(others) == len(kind.known) or observed.use in kind.unsure
         kind.unsure -= known.used
@@ -345,5 +343,7 @@ class Followed:
         last = self.last
         if last.frontier is None:
             with Heeded(), Progress(self.front.terms.progress) as report:
-                last.frontier = frontier_of(last.found.problem, self.front.terms.options, report)
+                problem, options = last.found.problem, self.front.terms.options
+                least = fastest_of_least(problem, options, report)
+                last.least, last.frontier = least.schedule, frontier_of(problem, least, options, report)
         return last.frontier
