@@ -29,7 +29,7 @@ from rockmate.follow.following import following, lasting_of
 from rockmate.follow.known import CallKind, CallKinds, Known
 from rockmate.follow.observed import Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
-from rockmate.follow.plan import FollowedPlan, eager_peak_of, fastest_of_least, frontier_of
+from rockmate.follow.plan import FollowedPlan, eager_peak_of, frontier_of
 from rockmate.follow.planned import Planned
 from rockmate.follow.problem import problem_of
 from rockmate.follow.record import Slot, form_of_op
@@ -344,6 +344,5 @@ class Followed:
         if last.frontier is None:
             with Heeded(), Progress(self.front.terms.progress) as report:
                 problem, options = last.found.problem, self.front.terms.options
-                least = fastest_of_least(problem, options, report)
-                last.least, last.frontier = least.schedule, frontier_of(problem, least, options, report)
+                last.frontier, last.least = frontier_of(problem, options, report)
         return last.frontier
