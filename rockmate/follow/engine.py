@@ -279,9 +279,7 @@ class Followed:
         known.seconds = time.perf_counter() - began
         known.waits = observed.more_in_gaps(moments)
         known.used = {use for use in (observed.use,) if use is not None} | (before.used if before else set())
-        like = [k for k in same if k.found.is_like(found)]
-        known.schedule = next((k.schedule for k in like if k.observed.seen.sizes == seen.sizes), None)
-        known.alike = next((k.schedules() for k in like), [])
+        known.inherit(same)
         self._left = False
         wanted = len(others) == len(kind.known) or observed.use in kind.unsure
         kind.unsure -= known.used
@@ -348,5 +346,6 @@ class Followed:
         last = self.last
         if last.frontier is None:
             with Heeded(), Progress(self.front.terms.progress) as report:
-                last.frontier = frontier_of(last.found.problem, self.front.terms.options, report)
+                problem, options = last.found.problem, self.front.terms.options
+                last.frontier, last.least = frontier_of(problem, options, report)
         return last.frontier

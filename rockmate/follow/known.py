@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.follow.checkpoints import CheckpointedParts
 from rockmate.follow.observed import Observed
-from rockmate.follow.plan import FollowedPlan
+from rockmate.follow.plan import FollowedPlan, Found
 from rockmate.follow.planned import FollowedProgram, Planned
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import OpForm, Use
@@ -22,7 +22,7 @@ from rockmate.follow.tape import Tape
 from rockmate.follow.watch import Watch
 from rockmate.memory import StepBytes, step_of
 from rockmate.tell import names_of
-from solvers import Frontier, Schedule
+from solvers import Frontier, Schedule, walk
 
 MOST_SCHEDULES = 8
 """Schedules that are tried for other sizes of a way."""
@@ -33,12 +33,12 @@ class Known:
     """What was observed of one way in which a kind of call computes.
 
     ``forms`` of its operations. ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in
-    bytes. ``alike``: schedules that it had at other sizes. ``carried``: its schedule is that of another size, which has
-    had so many ``uses``. ``problem``: why no plan fits, and the least that does. ``rehearsed``: the step was a
-    synthetic one, with room for a loss. ``used``: the ways in which outputs were used that ``found`` is for. ``waits``:
-    bytes that the step holds beside its data, for the loss, while forwards of its other calls run, and backwards.
-    ``then``: the way that came after it. ``frontier``: once it was asked for, as a second search may end elsewhere at
-    its time limit.
+    bytes. ``least``: the schedule of the least budget that was stated. ``alike``: schedules that it had at other sizes.
+    ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan fits,
+    and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways in
+    which outputs were used that ``found`` is for. ``waits``: bytes that the step holds beside its data, for the loss,
+    while forwards of its other calls run, and backwards. ``then``: the way that came after it. ``frontier``: once it
+    was asked for, as a second search may end elsewhere at its time limit.
     """
 
     found: FollowedProblem
@@ -53,6 +53,7 @@ class Known:
     plan: FollowedPlan | None = None
     program: FollowedProgram | None = None
     schedule: Schedule | None = None
+    least: Schedule | None = None
     alike: list[Schedule] = field(default_factory=list)
     carried: bool = False
     uses: int = 0
@@ -72,6 +73,19 @@ class Known:
         """Its own, and those of other sizes, the last ones first."""
         own = [] if self.schedule is None else [self.schedule]
         return [*dict.fromkeys([*own, *self.alike])][:MOST_SCHEDULES]
+
+    def inherit(self, others: Sequence[Known]) -> None:
+        """Know the schedules of ``others``, which compute as it does, at other sizes too."""
+        like = [k for k in others if k.found.is_like(self.found)]
+        self.alike = next((k.schedules() for k in like), [])
+        same = (k for k in like if k.observed.seen.sizes == self.observed.seen.sizes)
+        self.schedule, self.least = next(((k.schedule, k.least) for k in same), (None, None))
+
+    def fitting(self, budget: int) -> Found | None:
+        """The fastest of its schedules that fits ``budget``."""
+        known = [(s, walk(self.found.problem, s)) for s in (self.schedule, self.least) if s is not None]
+        found = [Found(s, figures, 0) for s, figures in known if figures.peak <= budget]
+        return min(found, key=lambda f: f.walk.time, default=None)
 
     def made(self, sizes: dict[str, int]) -> int:
         """Bytes of gradients that the step makes, of parameters of such ``sizes``."""

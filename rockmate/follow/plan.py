@@ -276,14 +276,14 @@ def _remaining(seconds: float, report: Report) -> Callable[[], float]:
 
 def find_least(problem: Problem, report: Report = silent) -> Found:
     """The schedule of least memory that is found by bisection, with the fast heuristic. It may take very long: see
-    ``fastest_of_least``.
+    ``fastest_of_least``. How long operations took does not count, which differs each time that a step is observed.
     """
     from solvers.whole.baselines import recompute_all
     from solvers.whole.repair import repair
     from solvers.whole.stages import schedule_step, staged_step, timeline
     from solvers.whole.whole_graph import least_step
 
-    staged: Staged = staged_step(problem)
+    staged: Staged = staged_step(replace(problem, nodes=tuple(replace(n, time=n.peak) for n in problem.nodes)))
     remaining = _remaining(SECONDS, report)
     ways = [(timeline(staged, runs).peak, runs) for runs in (staged.none(), recompute_all(staged))]
     high, best = min((*ways, *((peak, runs) for peak, _, runs in _cuts(problem))), key=lambda way: way[0])
@@ -312,8 +312,8 @@ def fastest_of_least(problem: Problem, options: PlanOptions, report: Report = si
     return min(found, least, key=lambda f: f.walk.time)
 
 
-def frontier_of(problem: Problem, options: PlanOptions, report: Report = silent) -> Frontier:
-    """Time against memory."""
+def frontier_of(problem: Problem, options: PlanOptions, report: Report = silent) -> tuple[Frontier, Schedule]:
+    """Time against memory, and the schedule of the least."""
     least = fastest_of_least(problem, options, _within(report, 0))
     low, high = least.walk.peak, eager_peak_of(problem)
     points = [(low, least.walk.overhead)]
@@ -321,7 +321,7 @@ def frontier_of(problem: Problem, options: PlanOptions, report: Report = silent)
         budget = low + (high - low) * k // (POINTS - 1)
         found = find(problem, budget, options, _within(report, k))
         points.append((budget, min(found.walk.overhead, points[-1][1])))
-    return Frontier(low, high, tuple(points))
+    return Frontier(low, high, tuple(points)), least.schedule
 
 
 def _within(report: Report, k: int) -> Report:

@@ -13,8 +13,8 @@ from rockmate.follow.known import CallKind, Known
 from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, find_least, moment_of
 from rockmate.follow.planned import program_of
 from rockmate.planning.least import least_and_share, saves_nothing
-from rockmate.progress import Progress
-from solvers import InfeasibleError, Step, walk
+from rockmate.progress import Progress, Report
+from solvers import InfeasibleError, walk
 from solvers.interrupts import Heeded
 
 
@@ -52,23 +52,26 @@ class Solving:
                 carried = None if known.uses else self._carried(known, every, budget)
                 found = carried or find(problem, budget, terms.options, report)
                 known.carried = carried is not None
-            except InfeasibleError as error:
-                least = error.min_budget
-                held = find_least(known.found.with_outputs_held(), report).walk.peak
-                message = self._infeasible(budget, least, held, error.at, known)
-                before = known.schedule and walk(problem, known.schedule)
-                if known.schedule and before and before.peak <= budget:  # a search that its time ends finds it or not
-                    found = Found(known.schedule, before, 0)
-                elif terms.least:
-                    found = fastest_of_least(problem, terms.options, report)
-                    least_instead(InfeasibleBudgetError(message, least), self.front.name)
-                else:
-                    found = find_least(problem, report)
-                    known.problem = message, max(least, held)
+            except InfeasibleError:
+                fits = known.fitting(budget)  # a search that its time ends finds it or not
+                found = fits or self._least(known, budget, report)
         known.budget = budget
         known.plan = self._plan(known, kind, found, budget, time.perf_counter() - began)
         known.program = program_of(known.found, found.schedule, known.observed.seen)
         known.schedule = found.schedule
+
+    def _least(self, known: Known, budget: int, report: Report) -> Found:
+        """The plan of least memory, where none is known for ``budget``, and what is said of that."""
+        problem, terms = known.found.problem, self.front.terms
+        found = fastest_of_least(problem, terms.options, report) if terms.least else find_least(problem, report)
+        held = find_least(known.found.with_outputs_held(), report).walk.peak
+        message = self._infeasible(budget, found, held, known)
+        known.least = found.schedule
+        if terms.least:
+            least_instead(InfeasibleBudgetError(message, found.walk.peak), self.front.name)
+        else:
+            known.problem = message, max(found.walk.peak, held)
+        return found
 
     @staticmethod
     def _carried(known: Known, every: Iterable[CallKind], budget: int) -> Found | None:
@@ -99,10 +102,11 @@ class Solving:
             bound,
         )
 
-    def _infeasible(self, budget: int, least: int, held: int, at: Step | None, known: Known) -> str:
-        """``held``: the least where the caller holds the outputs."""
+    def _infeasible(self, budget: int, found: Found, held: int, known: Known) -> str:
+        """``found``: of least memory. ``held``: the least where the caller holds the outputs."""
+        least, at = found.walk.peak, found.schedule[found.walk.peak_step]
         holds = f", or {show_at_least(held)} where outputs are held through the backward" if held > least else ""
-        sets = "" if at is None else f"What sets it is {moment_of(known.found.problem, known.places, at)}. "
+        sets = f"What sets it is {moment_of(known.found.problem, known.places, at)}. "
         nothing = _NOTHING if saves_nothing(least, known.eager_peak) else ""
         return (
             f"no plan fits a budget of {show_at_most(budget)}: the forward of {self.front.name} is followed operation "

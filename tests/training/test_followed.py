@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ from torch.nn import functional as F
 
 import rockmate
 from rockmate import Rockmate, measure_peak
-from rockmate.follow.plan import FollowedPlan
+from rockmate.follow import solving
+from rockmate.follow.plan import FollowedPlan, find_least
 from solvers import InfeasibleError
 
 X = randn(512, 64, seed=0)
@@ -397,6 +400,35 @@ def test_the_least_memory_takes_no_longer_than_a_plan_for_that_budget_does() -> 
     assert isinstance(handle.plan, FollowedPlan)
     assert handle.plan.predicted_peak <= least.predicted_peak == curve.min_budget
     assert max(least.predicted_overhead, curve.overhead(curve.min_budget)) <= handle.plan.predicted_overhead
+
+
+def test_the_least_budget_of_the_frontier_holds_where_a_search_for_it_ends_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nothing_is_found(*args: Any) -> None:
+        raise InfeasibleError("no schedule fits", 1, "")
+
+    model = made(Item)
+    handle = rockmate.attach(model, "100%", cache=False)
+    for _ in range(2):
+        loss_of(model(X)).backward()
+    found = handle.frontier()
+    monkeypatch.setattr(solving, "find", nothing_is_found)
+    handle.budget = found.min_budget
+    loss_of(model(X)).backward()
+    assert handle.plan is not None
+    assert handle.plan.predicted_peak == found.min_budget
+
+
+def test_the_least_memory_is_that_of_steps_that_took_longer_elsewhere() -> None:
+    model = made(Item)
+    handle = rockmate.attach(model, "100%", cache=False)
+    loss_of(model(X)).backward()
+    assert isinstance(handle.plan, FollowedPlan)
+    problem, draw = handle.plan.problem, random.Random(0)
+    times = [[replace(n, time=draw.randrange(1000)) for n in problem.nodes] for _ in range(2)]
+    first, second = (find_least(replace(problem, nodes=tuple(nodes))).schedule for nodes in times)
+    assert first == second
 
 
 class Warns(Layers):
