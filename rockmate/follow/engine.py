@@ -123,10 +123,8 @@ class Followed:
             look.arrives = sum(t.nbytes for t in tensors_of(result) if t.grad_fn is not None)
         tape.begins = partial(self._begins, turn, look, UseOfOutputs(tape, kind.note_use))
         turn.held_by(tape)
-        if unchecked.stay:
-            self.front.say_checkpoints(True)
-        elif unchecked.found:
-            self.front.say_checkpoints()
+        if unchecked.stay or unchecked.found:
+            self.front.say_checkpoints(unchecked.stay)
         if unchecked.found:  # the next step runs without, and is the one to plan
             kind.news = True
             if look is not None:
