@@ -2,12 +2,13 @@
 
 The forward phase runs every stage once and leaves the autograd graph of eager mode. For stages that the sequence keeps
 (Fe), autograd holds the saved tensors; for all others it holds slots (``rockmate/rotor/stages.py``). When the backward
-reads the first slot of a stage, the sequence is run up to that stage's backward.
+comes to the output of a stage, before it copies a gradient, the sequence is run up to that stage's backward.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
@@ -31,8 +32,6 @@ from rockmate.rotor.stages import Stage, States
 from solvers.rotor.ops import B, Fck, Fe, Loss, OnStage, Operation, Sequence, run_starts
 from solvers.rotor.walk import check_order
 
-Ops = tuple[OnStage, ...]
-
 
 class Call:
     """One forward and its backward, by the operations of ``sequence``.
@@ -43,7 +42,7 @@ class Call:
 
     def __init__(self, layers: Many[Moment], sequence: Sequence, names: Many[str] | None, preserve: bool) -> None:
         end = sequence.index(Loss())
-        self.forward_part, self.todo = cast(tuple[Ops, Ops], (sequence[:end], sequence[end + 1 :]))
+        self.forward_part, self.todo = cast(tuple[tuple[OnStage, ...], ...], (sequence[:end], sequence[end + 1 :]))
         self.names = names
         self.stages = [Stage(layer, preserve) for layer in layers]
         self.stored: dict[int, Held] = {}
@@ -68,11 +67,23 @@ class Call:
             known |= (stage.generators or {}).keys()
             if versions != versions_of(before):
                 raise ValueError(in_place_message(f"layer {i} ({stage.name})"))
+            self._await(i, output)
             x = output
             del output, before  # the next stage may be the last to read it
         return x
 
-    def prepare(self, i: int, index: int) -> None:
+    def _await(self, i: int, output: Any) -> None:
+        """Prepare the backward of stage ``i`` when it comes to ``output``. The graph does not keep this call for it."""
+        call = weakref.ref(self)
+
+        def comes(_: Any) -> None:
+            if (now := call()) is not None and B(i) in now.todo:
+                now.prepare(i)
+
+        for function in filter(None, (t.grad_fn for t in tensor_leaves(output))):
+            function.register_prehook(comes)
+
+    def prepare(self, i: int, index: int | None = None) -> None:
         """Run the sequence up to the backward of stage ``i``, so that its slots are filled, ``index`` among them.
 
         Autocast, grad mode and settings of torch are those of the forward meanwhile.
@@ -83,11 +94,10 @@ class Call:
             try:
                 for operation, following in pairwise(now):
                     self._take(i, operation, following)
-                if self.stages[i].slots[index] is None:
+                if index is not None and self.stages[i].slots[index] is None:
                     self._from_start(i)
             finally:
                 self._restore_generators()
-            self._drop_unread()
 
     def _take(self, i: int, operation: OnStage, following: OnStage) -> None:
         """An operation of the backward phase, before that of stage ``i``."""
@@ -109,15 +119,6 @@ class Call:
             stage.release_states()
         if x is not None:
             self.stored[k + 1] = Held(x)
-
-    def _drop_unread(self) -> None:
-        """Release the inputs of the next stages whose backward reads no saved tensor: no slot will ask for them."""
-        for backward, run, following in zip(self.todo[0::2], self.todo[1::2], self.todo[2::2], strict=False):
-            if not isinstance(backward, B) or not isinstance(run, Fe) or following != B(run.index):
-                break
-            if self.stages[run.index].slots:
-                break
-            self.stored.pop(run.index, None)
 
     def _from_start(self, i: int) -> None:
         """Fill the slots of stage ``i`` from the chain's input, for a backward that the sequence does not provide for:

@@ -27,10 +27,8 @@ from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
 from rockmate.rotor.parts import HIDING, Function, Moment, detached
 from rockmate.rotor.stages import Stage
-from solvers.rotor import chain as rotor_chain
 from solvers.rotor.chain import Chain
-
-__all__ = ["Chain", "measure_chain"]
+from solvers.rotor.chain import Stage as Measured
 
 Figures = tuple[int, int, int, int, int, int, int, bool, bool, int, tuple[tuple[int, int], ...]]
 """The fields of a ``Stage`` of a chain behind its times."""
@@ -103,7 +101,7 @@ def measure_chain(
     stages = []
     for name, (figures, known) in zip(names, measured, strict=True):
         forward, tail, backward = (int(median(each)) for each in zip(*known, strict=True))
-        stages.append(rotor_chain.Stage(name, forward, tail, backward, *figures))
+        stages.append(Measured(name, forward, tail, backward, *figures))
     return Chain(tuple(stages), tuple(values), of_output, _LOSS_OUTPUTS * floats + copies + max(0, floats - of_output))
 
 

@@ -452,6 +452,30 @@ def test_layers_that_leave_no_trace_in_the_random_state(kinds: str) -> None:
             chk.sequence = segments_sequence(chk.chain, segments)
 
 
+class Turned(nn.Module):
+    """Its backward copies the gradient before it reads a saved tensor; its forward takes more than its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.repeat(1, 16).square().mean()
+        return x + self.layer(x.sin() * scale).view(8, 8, 64).transpose(0, 1).reshape(64, 64)
+
+
+def test_a_stage_runs_again_before_its_backward_copies_a_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Turned() for _ in range(5)), nn.Linear(64, 1)), torch.randn(64, 64)
+    chk = rotor.Checkpointable(model, x, 2**30, costs="flops")
+    step(chk, x)
+    assert chk.chain is not None
+    for segments in range(1, 6):
+        chk.sequence = segments_sequence(chk.chain, segments)
+        assert measure_peak(lambda: step(chk, x)) <= chk.get_expected_memory() + 64
+
+
 def test_random_segments_take_what_checkpoint_sequential_takes() -> None:
     model, x = noisy("dddddddd"), torch.randn(512, 64)
     chk = rotor.Checkpointable(model, x, 2**30, costs="flops")
