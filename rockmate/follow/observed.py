@@ -26,7 +26,7 @@ _NOTHING = "autograd saves nothing in them that a plan could let go, or hooks of
 
 class Mark(NamedTuple):
     """A moment. ``what``: "begin" of the forward; "op" before operation ``number``; "end" of the forward; "asked" and
-    "answered" around reruns for slot ``number``; "gone" when ``number`` bytes of data went that a plan may hold.
+    "answered" around reruns for slot ``number``; "gone" when ``number`` bytes of data went that nobody had in use.
     ``live``: bytes of followed data. ``time``: nanoseconds.
     """
 
@@ -212,12 +212,12 @@ class Observed:
             self._in_use.pop(number, None)
 
     def _mark_gone(self) -> None:
-        """Note this moment, if data have gone between two reads of the backward that a plan may hold longer."""
+        """Note this moment, if data have gone between two reads of the backward that are of neither."""
         ledger, marks = self.ledger, self.seen.marks
         if ledger is None or self.look is None or self.look.in_gap or marks[-1].what not in ("answered", "gone"):
             return
         deaths = ledger.deaths[self._deaths :]
-        idle = sum(self.data[n].size for n in deaths if n not in self._outside)
+        idle = sum(self.data[n].size for n in deaths if n not in self._in_use and n not in self._outside)
         if idle:
             self._note(deaths)
             self.look.mark()

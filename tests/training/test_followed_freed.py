@@ -44,32 +44,6 @@ class WithFirst(Layers):
         return super().forward(x), {"first": first}
 
 
-class ReadTwice(nn.Module):
-    """Autograd is done with ``v`` when two of its gradients are added; a third one is made from it later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator()
-        self.one, self.narrow, self.wide = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 6)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        torch.rand(1, generator=self.generator)
-        v = x * torch.linspace(0.5, 1.5, 6)
-        with torch.autocast("cpu", torch.bfloat16):
-            first = self.one(F.gelu(self.one(v)))
-        half = v + 1
-        half *= 0.5
-        return first, half, self.wide(F.gelu(self.narrow(v)))
-
-
-class HoldsAll(Steps):
-    """What the forward returned is there until the backward is over."""
-
-    def run(self) -> None:
-        results = self.model(self.x.detach().requires_grad_())
-        torch.stack([(y.float() * torch.linspace(0, 1, 6)).mean() for y in results]).sum().backward()
-
-
 class Cast(Steps):
     """Autocast around forward and loss."""
 
@@ -122,7 +96,3 @@ def test_what_autocast_has_cast_is_planned_to_be_there_where_it_is_read(
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
 def test_a_result_that_goes_before_the_loss_is_planned_to_be_there_where_it_is_read(share: float) -> None:
     check_planned(WithFirst, X, share, LetsGo)
-
-
-def test_what_autograd_is_done_with_may_be_held_while_gradients_are_added() -> None:
-    check_planned(ReadTwice, randn(96, 6, seed=0), 0.0, HoldsAll)
