@@ -247,13 +247,12 @@ class Drops(Ways):
         return x
 
 
-def test_a_step_without_a_plan_lets_random_numbers_go_as_the_backward_does() -> None:
+def test_a_step_under_a_large_budget_lets_random_numbers_go_as_the_backward_does() -> None:
     model, x = Drops(), randn(32, 64, seed=0)
     eager = measure_peak(lambda: model(x).sum().backward())
     model.zero_grad()
     rockmate.attach(model, 16 * eager, cache=False)
-    with pytest.warns(rockmate.BudgetWarning, match="its memory is measured"):
-        assert measure_peak(lambda: model(x).sum().backward()) <= eager
+    assert measure_peak(lambda: model(x).sum().backward()) <= eager
 
 
 class Chosen(nn.Module):
