@@ -22,6 +22,7 @@ from rkgb.nodes import Node
 from rkgb.storages import has_memory, storage_key
 from rkgb.trace.attention import attention_on_cpu
 from rkgb.trace.distinct import DistinctCalls
+from rkgb.trace.tracer import untraced
 from rkgb.trees import map_tensors, tensors_in
 
 _C: Any = torch._C
@@ -127,12 +128,8 @@ class OnMeta:
 
 
 def _untraced(make: Callable[[], Any]) -> Any:
-    tracing = _C._get_tracing_state()
-    _C._set_tracing_state(None)
-    try:
+    with untraced(_C._get_tracing_state()):
         return make()
-    finally:
-        _C._set_tracing_state(tracing)
 
 
 def _constant(made: torch.Tensor) -> torch.Tensor:
