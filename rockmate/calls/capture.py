@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 MANY_CAPTURES = 8
 """Captures of what was captured before, after which a user hears of it."""
 
+MANY_NUMBERS = 4
+"""Captures that differ in numbers alone, after which calls are followed: each step would have a capture of its own."""
+
 
 class Capture:
     """The captures of one model's calls, each as one graph. ``graphs``: these, in the order in which they came."""
@@ -138,6 +141,7 @@ class Capture:
         identity = identity_of(program)
         calls = next((calls for calls in self.graphs if identity and calls.identity == identity), None)
         if calls is None:
+            check_numbers(program, [known.program for known in self.graphs])
             calls = CapturedCalls(program, identity, self.front)
             self.graphs.append(calls)
         else:
@@ -251,6 +255,21 @@ def check_values(program: fx.GraphModule) -> None:
         applied = str(getattr(node.target, "_name", "")) == "autograd_function_apply"
         if applied and not all(map(_is_size, node.all_input_nodes)):
             raise UnsupportedError(f"an autograd.Function is given a number that changes{line_of(node)}")
+
+
+def check_numbers(program: fx.GraphModule, known: list[fx.GraphModule]) -> None:
+    """Raise ``UnsupportedError`` where the ``known`` programs have shown that a fraction is another one in each call:
+    Python computes it from something that changes, and TorchDynamo has its value in the program.
+    """
+    shape = _FRACTION.sub("", program.code)
+    alike = [other for other in known if other.code != program.code and _FRACTION.sub("", other.code) == shape]
+    if len(alike) >= MANY_NUMBERS:
+        pairs = zip(program.graph.nodes, alike[-1].graph.nodes, strict=True)
+        changed = next(a for a, b in pairs if str((a.args, a.kwargs)) != str((b.args, b.kwargs)))
+        raise UnsupportedError(f"a number that forward computes is another one in each call{line_of(changed)}")
+
+
+_FRACTION = re.compile(r"\b\d+(?:\.\d+(?:e-?\d+)?|e-?\d+)")
 
 
 def _is_size(node: fx.Node) -> bool:

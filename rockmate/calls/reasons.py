@@ -42,6 +42,7 @@ _INSTEAD = (
     ("depend on values", "keep all rows and mask them, so that sizes are the same"),
     (_BY_VALUES, "compute with the tensor (torch.where, a mask in the place of chosen rows)"),
     ("calls its requires_grad_()", "make that tensor outside of forward, and give it as an argument"),
+    ("is another one in each call", "keep it in a tensor (a buffer), or outside of the model"),
     (_TOO_OFTEN, "keep that in a tensor (a buffer), or outside of the model"),
     ("opaque object was created", "make it once, in __init__"),
     ("a hook is registered on a tensor", "register it on the output of a submodule, or compute what it does"),

@@ -105,15 +105,16 @@ class Stage:
             moment.learn_buffers({})
             return output
         states = moment.generator_states(x, known) if self.preserve_rng_state else {}
-        copies, begin = moment.copies(), next_number()
+        copies, last = moment.copies(), 0
         fixed = {storage_key(t) for t in moment.owned.values()}
         slots, saved, kinds = self.slots, self.saved, self.kinds
 
         def pack(t: torch.Tensor) -> Slot | Fixed:
+            nonlocal last
             if storage_key(t) in fixed:
                 saved.append(None)
                 return t, t._version
-            index = len(slots)
+            index, last = len(slots), next_number()
             saved.append(index)
             slots.append(None)
             kinds.append((t.shape, t.dtype))
@@ -125,7 +126,7 @@ class Stage:
         self.buffers = moment.learn_buffers(copies)
         self.taken = [None] * len(slots)
         if self.generators or known or not self.preserve_rng_state:  # such an operation draws
-            made = functions_of(tensor_leaves(output), begin) if stops else ()
+            made = functions_of(tensor_leaves(output), last - 1) if stops else ()  # from what saved last
             self.saves_early = not stops or any(f.name().startswith(_EARLY) for f in made)
         return output
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 import rockmate
 from rockmate import Attachment, Rockmate, attach
 from rockmate.calls.keys import call_key
+from rockmate.follow.plan import FollowedPlan
+from rockmate.planning.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::rockmate.BudgetWarning")  # plans of least memory are plans, too
 
@@ -168,6 +171,52 @@ class CountsFirst(nn.Module):
 def test_a_number_is_read_behind_what_writes_it() -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         assert_equal(CountsFirst(), [(randn(32, 16, seed=0),)] * 4)
+
+
+class Varied(nn.Module):
+    """What follows each layer takes a number that Python computes from a counter, or draws."""
+
+    def __init__(self, how: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers, self.how, self.step = nn.ModuleList(nn.Linear(16, 16) for _ in range(6)), how, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        for layer in self.layers:
+            x = self.how(self.step, F.gelu(layer(x)))
+        return x
+
+
+SCHEDULES: dict[str, Callable[[int, torch.Tensor], torch.Tensor]] = {
+    "a factor": lambda step, x: x * math.exp(-0.1 * step),
+    "a slope": lambda step, x: F.leaky_relu(x, 0.01 + math.exp(-step)),
+    "a saturation": lambda step, x: F.elu(x, 1 + math.exp(-step)),
+    "a power": lambda step, x: (x.abs() + 0.1).pow(1 + 1 / (1 + math.log(1 + step))),
+}
+
+
+@pytest.mark.parametrize("how", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_number_that_is_another_one_in_each_call_is_followed(how: Callable[..., torch.Tensor]) -> None:
+    """TorchDynamo has its value in the program, and each step would be captured and planned for."""
+    handle = assert_equal(Varied(how), [(randn(64, 16, seed=k),) for k in range(9)], "75%")
+    assert isinstance(handle.plan, FollowedPlan)
+    assert handle.reason is not None
+    assert handle.reason.startswith("a number that forward computes is another one in each call at test_hidden_numbers")
+
+
+def test_a_few_numbers_in_turn_are_captured() -> None:
+    model = Varied(lambda step, x: x * math.exp(-(step % 3)))
+    assert_equal(model, [(randn(64, 16, seed=k),) for k in range(9)], "75%")
+    assert isinstance(rockmate.attached(model).plan, Plan)
+
+
+def test_numbers_that_python_draws_are_drawn_again_after_planning() -> None:
+    model, x = Varied(lambda _, x: x * random.uniform(0.5, 1.5)), randn(64, 16, seed=0)
+    before = random.getstate()
+    Rockmate(model, x, "75%", costs="flops", cache=False)
+    assert random.getstate() == before
+    attach(model, "75%", sample=x, costs="flops", cache=False)
+    assert random.getstate() == before
 
 
 # ------------------------------------------------------------------ calls that fail, or are not captured
