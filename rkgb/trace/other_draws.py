@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 import random
 import sys
 import threading
@@ -83,6 +84,11 @@ def _watched() -> Iterator[_Watch]:
             before.enable()  # cProfile's
 
 
+def other_states() -> tuple[Any, bytes]:
+    """The states of both generators, to compare."""
+    return random.getstate(), _numpy_state()
+
+
 def _numpy_generator() -> Any:
     """The generator of ``numpy.random.rand`` and its kind; None if ``numpy.random`` is not imported."""
     draw = getattr(sys.modules.get("numpy.random"), "random_sample", None)
@@ -99,8 +105,6 @@ def _numpy_lock() -> contextlib.AbstractContextManager[Any]:
     return lock if isinstance(lock, type(threading.RLock())) else contextlib.nullcontext()
 
 
-def _numpy_state() -> str:
+def _numpy_state() -> bytes:
     generator = _numpy_generator()
-    if generator is None:
-        return ""
-    return repr([x.tolist() if hasattr(x, "tolist") else x for x in generator.get_state()])
+    return b"" if generator is None else pickle.dumps(generator.get_state(legacy=False))

@@ -260,10 +260,7 @@ class Checkpointable(nn.Module):
 
 _REFUSED: dict[type[nn.Module], str] = {
     Checkpointable: "a Checkpointable, whose limit would not hold within another: use .model",
-    torch.jit.ScriptModule: (
-        "a module of TorchScript, which cannot run with other tensors in the place of parameters and of what autograd "
-        "saves. Leave it out of the Checkpointable"
-    ),
+    torch.jit.ScriptModule: "a module of TorchScript, which cannot run again. Leave it out of the Checkpointable",
 }
 
 

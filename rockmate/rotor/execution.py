@@ -24,9 +24,10 @@ from rkgb.randomness import RandomSource, set_random_state
 from rkgb.settings import settings
 from rkgb.storages import versions_of
 from rkgb.trace.capture import current_mode
+from rkgb.trace.other_draws import NUMPY, PYTHON, other_states
 from rkgb.trees import tensor_leaves
 from rockmate.calls.surroundings import running_in, runs_plainly
-from rockmate.rotor.inspection import in_place_message
+from rockmate.rotor.inspection import DRAWS_OTHERS, in_place_message
 from rockmate.rotor.parts import Function, Held, Moment
 from rockmate.rotor.stages import Stage, States
 from solvers.rotor.ops import B, Fck, Fe, Loss, OnStage, Operation, Sequence, run_starts
@@ -43,7 +44,7 @@ class Call:
     def __init__(self, layers: Many[Moment], sequence: Sequence, names: Many[str] | None, preserve: bool) -> None:
         end = sequence.index(Loss())
         self.forward_part, self.todo = cast(tuple[tuple[OnStage, ...], ...], (sequence[:end], sequence[end + 1 :]))
-        self.names = names
+        self.names, self.preserve = names, preserve
         self.stages = [Stage(layer, preserve) for layer in layers]
         self.stored: dict[int, Held] = {}
         self.starts, self.aside = run_starts(sequence), States()
@@ -53,7 +54,7 @@ class Call:
     def forward(self, x: Any) -> Any:
         """Run the forward phase on ``x``; the output of the last stage, with history."""
         stopping = {a.index for a, b in pairwise(self.todo) if isinstance(a, Fe) and b == B(a.index)}
-        self.start, known = Held(x), set[RandomSource]()
+        self.start, known, others = Held(x), set[RandomSource](), other_states()
         for i, (operation, stage) in enumerate(zip(self.forward_part, self.stages, strict=True)):
             self._announce(operation)
             if isinstance(operation, Fe):
@@ -70,6 +71,7 @@ class Call:
             self._await(i, output)
             x = output
             del output, before  # the next stage may be the last to read it
+        self.others_drawn = other_states() != others  # by a layer, or another thread
         return x
 
     def _await(self, i: int, output: Any) -> None:
@@ -91,6 +93,7 @@ class Call:
         with in_mode(self.mode) if runs_plainly(self.settings) else running_in(self.mode, self.settings):
             end = self.todo.index(B(i)) if B(i) in self.todo else 0
             now, self.todo = self.todo[: end + 1], self.todo[end:]
+            others = other_states() if self.others_drawn and self.preserve else None
             try:
                 for operation, following in pairwise(now):
                     self._take(i, operation, following)
@@ -98,6 +101,10 @@ class Call:
                     self._from_start(i)
             finally:
                 self._restore_generators()
+            if others is not None and other_states() != others:
+                raise RuntimeError(
+                    f"{self.stages[i].name}, or a layer before, {DRAWS_OTHERS.format(f'{PYTHON} or {NUMPY}')}"
+                )
 
     def _take(self, i: int, operation: OnStage, following: OnStage) -> None:
         """An operation of the backward phase, before that of stage ``i``."""

@@ -30,16 +30,15 @@ from rockmate.rotor.stages import Stage
 from solvers.rotor.chain import Chain
 from solvers.rotor.chain import Stage as Measured
 
-Figures = tuple[int, int, int, int, int, int, int, bool, bool, int, tuple[tuple[int, int], ...]]
-"""The fields of a ``Stage`` of a chain behind its times."""
+Figures = tuple[Any, ...]  # the fields of a ``Stage`` of a chain behind its times
 
 TIMED = 5
 """Equal stages that are timed, at most; all have the medians of their times."""
 
 _LOSS_OUTPUTS = 3
-"""Room for the loss, beside the outputs and their gradients, in multiples of the outputs in single precision, in which
-losses compute. Cross entropy takes one, a mean square three; beside copies of outputs of lower precision.
-"""
+"""Room for the loss beside outputs, their gradients and copies, in multiples of the outputs in single precision."""
+
+DRAWS_OTHERS = "draws from {}, and would draw other numbers when it runs again: use torch (torch.rand(()) < p)"
 
 # With costs="flops" operations decide; bytes decide between plans with equally many operations.
 _BYTES_PER_NS, _FLOPS_PER_NS = 10_000, 200
@@ -82,8 +81,8 @@ def measure_chain(
                 raise
             except Exception as error:
                 raise InputError(
-                    f"layer {i} ({name}) runs, but not as rotor has to run it, several times, with other tensors in "
-                    f"the place of parameters and of what autograd saves: {error}. Leave it out of the Checkpointable"
+                    f"layer {i} ({name}) runs, but not as rotor has to run it, again and with other tensors for "
+                    f"parameters and what autograd saves: {error}. Leave it out of the Checkpointable"
                 ) from error
             del probe
             measured.append((figures, known))
@@ -97,8 +96,7 @@ def measure_chain(
     of_output = sum(map(storage_bytes, outputs))
     copies = sum(4 * t.numel() for t in outputs if t.itemsize < 4)
     floats = copies + sum(t.nbytes for t in outputs if t.itemsize >= 4)
-    # The median of each time of equal stages, so that no stage seems faster than another by chance.
-    stages = []
+    stages = []  # with the medians of equal ones, so that none seems faster than another by chance
     for name, (figures, known) in zip(names, measured, strict=True):
         forward, tail, backward = (int(median(each)) for each in zip(*known, strict=True))
         stages.append(Measured(name, forward, tail, backward, *figures))
@@ -148,10 +146,7 @@ class Probe:
         if versions != versions_of(tensor_leaves(x)):
             raise InputError(in_place_message(layer))
         if drawn and self.preserve_rng_state:
-            raise InputError(
-                f"{layer} draws from {drawn[0]}, where it would draw other numbers when it runs again: draw with "
-                "torch instead (torch.rand(()) < p)"
-            )
+            raise InputError(f"{layer} {DRAWS_OTHERS.format(drawn[0])}")
         if self.preserve_rng_state and isinstance(self.function, torch.nn.Module):
             refuse_unseen_draws(self.function, self.device, layer)
         check_tensors(outputs[0], f"{layer} returns")
@@ -246,9 +241,8 @@ class Probe:
         elif self.preserve_rng_state and not alike:
             raise InputError(
                 f"layer {name} ({type(self.function).__name__}) gives another output when it runs again: it reads what "
-                "its own run changes, and that is neither a buffer, a number among its attributes, nor a random state "
-                "of torch's that it holds (a tensor or a list as an attribute, a torch.Generator elsewhere). Make it "
-                "one of these, or leave the layer out of the Checkpointable"
+                "its own run changes, and that is no buffer, number among its attributes or random state of torch's "
+                "that it holds (but a tensor or list, a torch.Generator elsewhere). Make it one, or leave the layer out"
             )
 
     def _memory(self, function: Callable[[], Any]) -> tuple[Any, int, int]:

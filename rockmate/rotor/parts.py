@@ -36,6 +36,7 @@ Dict = dict[str, Any]
 _Learned = weakref.WeakKeyDictionary[Any, frozenset[str]]
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _OF_ALL = frozenset(vars(nn.Module())) - {"training"}
+_HELD = [k for k in vars(nn.Module()) if k.startswith(("_modules", "_parameters", "_buffers", "_forward"))]
 _NORMS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 """These write running statistics in training, and compute nothing from them."""
 
@@ -54,12 +55,12 @@ class Moment:
     """A layer (a plain function has no modules) when a run of it begins.
 
     ``modules``: each once, with names that end with a dot. ``parameters``, ``buffers``: each once, by name; ``owned``:
-    both, with their ``versions``. ``statistics``: the buffers that batch and instance norms update in training; a class
-    with a forward of its own may read its statistics, which are then buffers like others. ``held``: the dictionaries of
-    modules, parameters and buffers, and what they held; ``places``: where in them each of ``owned`` is. ``plain``: each
-    module, the names and classes of its attributes, those of its own that are plain, and with these its ``held``
-    dictionaries and generators. ``generators``: what modules hold of them. ``known``: an earlier moment; where nothing
-    but versions differs, the two have all else in common.
+    both, with their ``versions``, and which ``want`` a gradient. ``statistics``: the buffers that batch and instance
+    norms update in training; a class with a forward of its own may read its statistics, which are then buffers like
+    others. ``held``: the dictionaries of modules, parameters, buffers and hooks, and what they held; ``places``: where
+    in them each of ``owned`` is. ``plain``: each module, the names and classes of its attributes, those of its own that
+    are plain, and with these its ``held`` dictionaries and generators. ``generators``: what modules hold of them.
+    ``known``: an earlier moment; where nothing but versions differs, the two have all else in common.
     """
 
     def __init__(self, function: Function, known: Moment | None = None) -> None:
@@ -67,7 +68,7 @@ class Moment:
             vars(self).update(vars(known))
         else:
             self._look(function)
-        self.versions = versions_of(self.owned.values())
+        self.versions, self.want = versions_of(self.owned.values()), [t.requires_grad for t in self.owned.values()]
 
     def _look(self, function: Function) -> None:
         self.function = function
@@ -79,14 +80,13 @@ class Moment:
         self.places: dict[str, list[tuple[Dict, str]]] = {}
         names_of: dict[int, str] = {}
         for prefix, module in self.modules:
-            parts = module._modules, module._parameters, module._buffers
-            for owned, tensors in zip((self.parameters, self.buffers), parts[1:], strict=True):
+            for owned, tensors in (self.parameters, module._parameters), (self.buffers, module._buffers):
                 for k, t in tensors.items():
                     if t is not None:
                         name = names_of.setdefault(id(t), prefix + k)
                         owned.setdefault(name, t)
                         self.places.setdefault(name, []).append((tensors, k))
-            self.held += [(d, d.copy()) for d in parts]
+            self.held += [(d, d.copy()) for d in map(vars(module).__getitem__, _HELD)]
         self.owned: dict[str, torch.Tensor] = self.parameters | self.buffers
         norms = [p for p, m in self.modules if isinstance(m, _NormBase) and m.training and type(m).forward in _NORMS]
         names = [p + k for p in norms for k in ("running_mean", "running_var", "num_batches_tracked")]
@@ -173,12 +173,13 @@ class Moment:
 
     @contextmanager
     def again(self, instead: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Meanwhile the layer is as it was then, with other tensors ``instead`` of some parameters and buffers;
-        afterwards it is as it is now.
-        """
+        """Meanwhile the layer is as it was then, but for tensors ``instead`` of some; afterwards as it is now."""
         attributes = [(vars(m), vars(m).copy()) for _, m in self.modules]
         held = self.held if (so := self.is_still_so()) else [(d, d.copy()) for d, _ in self.held]
+        turned = [t for t, then in zip(self.owned.values(), self.want, strict=True) if t.requires_grad != then]
         try:
+            for t in turned:
+                t.requires_grad_(not t.requires_grad)
             if not so:
                 _restore(self.held)
                 for module, names, _, _, same in self.plain:
@@ -190,6 +191,8 @@ class Moment:
                     d[k] = t
             yield
         finally:
+            for t in turned:
+                t.requires_grad_(not t.requires_grad)
             _restore([*held, *attributes])
 
 

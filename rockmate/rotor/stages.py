@@ -32,8 +32,7 @@ class Stop(Exception):
     """Ends a recompute when all slots are filled."""
 
 
-Fixed = tuple[torch.Tensor, int]
-"""A saved parameter or buffer, whose memory stays anyway, and its version counter when it was saved."""
+Fixed = tuple[torch.Tensor, int]  # a saved parameter or buffer, whose memory stays anyway, and its version counter then
 
 
 @dataclass(slots=True)
@@ -221,7 +220,6 @@ def _lost(_: None) -> torch.Tensor:
 def other_tensors_message(name: str, how: str) -> str:
     """The error of a layer called ``name`` that saves ``how`` (fewer, more, other) tensors in a recompute."""
     return (
-        f"{name} saved {how} tensors for backward when it ran again: its forward depends on something that is neither "
-        "its input, a parameter, a buffer, a number among its attributes nor a random number of torch's. Make that an "
-        "input or a buffer"
+        f"{name} saved {how} tensors for backward when it ran again: its forward depends on what is no input, "
+        "parameter, buffer, number among its attributes or random number of torch's. Make that an input or a buffer"
     )

@@ -818,3 +818,67 @@ def test_other_kernels_are_measured_anew() -> None:
         assert chk.chain is not first
         chk.zero_grad()
         assert measure_peak(step) <= chk.get_expected_memory()
+
+
+class DrawsSometimes(nn.Module):
+    """Draws from Python's generator, or NumPy's, where its input is large."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * (self.draw() if x.abs().max() > 100 else 0.5)
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["Python's", "NumPy's"])
+def test_draws_beside_torch_on_a_path_that_was_not_measured_are_no_other_numbers(draw: Callable[[], float]) -> None:
+    m = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), DrawsSometimes(draw))))
+    chk = least(m, x())
+    chk(x()).sum().backward()
+    draw()
+    chk(x()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"draws from Python's random module or NumPy's.*torch\.rand"):
+        chk(1000 * x()).sum().backward()
+
+
+@pytest.mark.parametrize("kwargs", [False, True])
+def test_hooks_that_are_there_in_the_forward_run_again(kwargs: bool) -> None:
+    """They are removed before the backward; those that are added meanwhile do not run."""
+
+    def hook(_: nn.Module, *found: Any) -> Any:
+        return 2 * found[-1]
+
+    def gradients(layers: nn.Sequential, call: Callable[[Any], Any]) -> list[torch.Tensor]:
+        handles = [m.register_forward_hook(hook, with_kwargs=kwargs) for m in (layers[1], layers[2])]
+        loss = call(x()).square().sum()
+        for handle in handles:
+            handle.remove()
+        added = layers[0].register_forward_pre_hook(lambda _, args: (3 * args[0],))
+        loss.backward()
+        added.remove()
+        return [p.grad for p in layers.parameters() if p.grad is not None]
+
+    m = model()
+    eager = copy.deepcopy(m)
+    chk = least(m, x())
+    for ours, theirs in zip(gradients(m, chk), gradients(eager, eager), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_parameters_that_are_frozen_or_thawed_before_the_backward(wanted: bool) -> None:
+    """As discriminators are, between the losses of both networks."""
+
+    def gradient(layers: nn.Module, call: Callable[[Any], Any]) -> torch.Tensor:
+        given = x().requires_grad_()
+        layers.requires_grad_(wanted)
+        loss = call(given).square().sum()
+        layers.requires_grad_(not wanted)
+        return torch.autograd.grad(loss, given)[0]
+
+    m = model()
+    eager = copy.deepcopy(m)
+    chk = least(m, x().requires_grad_())
+    assert torch.equal(gradient(m, chk), gradient(eager, eager))
+    assert [p.requires_grad for p in m.parameters()] == [not wanted] * 12
