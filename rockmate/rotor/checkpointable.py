@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from rkgb.cost.memory import refuse_within_measurements
 from rkgb.device import kind_of
 from rkgb.trees import tensor_leaves
 from rockmate.budget import parse_bytes, show_bytes
@@ -127,6 +128,7 @@ class Checkpointable(nn.Module):
             raise InputError("the model is in eval mode, where nothing is recomputed: call train() before measure()")
         if not tensor_leaves(custom_input):
             raise InputError(f"the sample is of type {type(custom_input).__name__}: use a tensor or a tuple of tensors")
+        refuse_within_measurements()
         refuse_lazy(self.model)
         check_tensors(custom_input, "the sample is")
         check_tensors([*self.model.parameters()], "a parameter is")
@@ -203,32 +205,32 @@ class Checkpointable(nn.Module):
     def _device(self) -> torch.device:
         return next((p.device for p in self.parameters()), torch.device("cpu"))
 
-    def forward(self, x: Any) -> Any:
-        """The model's output for ``x``, within the limit where gradients are recorded in training mode."""
+    def forward(self, input: Any) -> Any:
+        """The model's output for ``input``, within the limit where gradients are recorded in training mode."""
         if not (self.training and torch.is_grad_enabled()):
-            return self.model(x)
+            return self.model(input)
         cached = parametrize._cache_enabled and any(map(parametrize.is_parametrized, self.model.modules()))
         if cached or (not torch.compiler.is_compiling() and is_transformed()):
             leave_plan(_IN_CACHED if cached else IN_TRANSFORMS)
-            return self.model(x)
+            return self.model(input)
         self._lazy = self._lazy and gets_sizes(self.model, type(self.model).__name__)
         if self._lazy:
-            return self.model(x)
+            return self.model(input)
         functions = self.functions
         if self._situation is None:
-            self.measure(x)
+            self.measure(input)
         else:
             self._moments = [Moment(f, known) for f, known in zip_longest(functions, self._moments[: len(functions)])]
-            if not self._situation.covers(now := Situation(self._moments, x)):
-                self._turn_to(now, x)
+            if not self._situation.covers(now := Situation(self._moments, input)):
+                self._turn_to(now, input)
         if self.sequence is None:
             self._compute(self.mem_limit, self.algo)
         assert self.sequence is not None
         if self.sequence is not self._judged:  # it may be the user's
             self.walked()
             self._judged = self.sequence
-        names = self.names if self.verbosity > 1 else None
-        return Call(self._moments, self.sequence, names, self.preserve_rng_state).forward(x)
+        announced = self.names if self.verbosity > 1 else None
+        return Call(self._moments, self.sequence, announced, self.preserve_rng_state).forward(input)
 
     def _turn_to(self, situation: Situation, x: Any) -> None:
         """Use the chain and sequence of an earlier situation that covers this one, or measure ``x``."""

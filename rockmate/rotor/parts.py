@@ -33,15 +33,14 @@ Function = Callable[[Any], Any]
 """A stage: a module or a function of one value (a tensor, or a structure of tensors)."""
 
 Dict = dict[str, Any]
-_Learned = weakref.WeakKeyDictionary[Any, frozenset[str]]
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _OF_ALL = frozenset(vars(nn.Module())) - {"training"}
 _HELD = [k for k in vars(nn.Module()) if k.startswith(("_modules", "_parameters", "_buffers", "_forward"))]
 _NORMS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 """These write running statistics in training, and compute nothing from them."""
 
-_changed_buffers: _Learned = weakref.WeakKeyDictionary()
-_changed_attributes: _Learned = weakref.WeakKeyDictionary()
+_changed_buffers = weakref.WeakKeyDictionary[Any, frozenset[str]]()
+_changed_attributes = weakref.WeakKeyDictionary[Any, frozenset[str]]()
 HIDING = weakref.WeakSet[Any]()
 """Layers that may leave a random state that they draw from as it was, or set it: ``torch.random.fork_rng``."""
 

@@ -882,3 +882,8 @@ def test_parameters_that_are_frozen_or_thawed_before_the_backward(wanted: bool) 
     chk = least(m, x().requires_grad_())
     assert torch.equal(gradient(m, chk), gradient(eager, eager))
     assert [p.requires_grad for p in m.parameters()] == [not wanted] * 12
+
+
+def test_a_first_call_that_is_measured_is_planned_before() -> None:
+    chk = rotor.Checkpointable(model(), mem_limit=600_000)
+    assert measure_peak(lambda: chk(input=x()).sum().backward()) <= 600_000
