@@ -321,17 +321,23 @@ _EXACT = frozenset(
 
 
 def numpy_function(program: fx.GraphModule) -> str | None:
-    """A function or method of NumPy that the graph has torch compute, perhaps to other bits, and where; draws too."""
+    """A function or method of NumPy that the graph has torch compute, perhaps to other bits, and where; draws too. What
+    has no dimensions is a number for NumPy, beside which tensors keep their type.
+    """
     from torch._dynamo import utils
 
     for node in program.graph.nodes:
         target: Any = node.target
-        if isinstance(target, utils.numpy_to_tensor_wrapper):
-            name = target.f.__name__
+        if isinstance(target, (utils.numpy_to_tensor_wrapper, utils.numpy_operator_wrapper)):
+            name = target.__name__.removeprefix("wrapped_")
         elif isinstance(target, utils.numpy_method_wrapper):
             name = target.method
         else:
             continue
-        if name not in _EXACT:
+        example = node.meta.get("example_value")
+        is_number = (
+            isinstance(example, torch.Tensor) and not example.dim() and {n.target for n in node.users} != {"item"}
+        )
+        if is_number or not (name in _EXACT or isinstance(target, utils.numpy_operator_wrapper)):
             return f"{name}{line_of(node)}"
     return None

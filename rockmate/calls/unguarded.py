@@ -133,6 +133,8 @@ def see_what_is_not_guarded() -> None:
       eager mode.
     - Profilers that the code opens are not left out: it is not captured.
     - Where it makes leaves, the line is told.
+    - Texts of numbers that change are texts, and ``format`` takes its second argument for what it is. A whole number
+      that changes is not rounded to tens, which TorchDynamo leaves out.
     """
     translation: Any = torch._dynamo.symbolic_convert
     variables: Any = torch._dynamo.variables
@@ -141,6 +143,9 @@ def see_what_is_not_guarded() -> None:
     wrap(variables.torch.TorchInGraphFunctionVariable, "call_function", _as_eager)
     wrap(variables.ctx_manager.ProfilerContextVariable, "__init__", _not_left_out)
     wrap(torch._dynamo.output_graph.OutputGraph, "_check_requires_grad_intermediate_outputs", _with_its_line)
+    wrap(translation.InstructionTranslatorBase, "_format_value", _as_text)
+    wrap(variables.builtin.BuiltinVariable, "call_format", _by_its_spec)
+    wrap(variables.builtin.BuiltinVariable, "call_round", _to_ones)
     for name, same in (("is", True), ("is not", False)):
         compare = translation.compare_op_handlers[name]
         if not isinstance(compare, functools.partial):
@@ -216,6 +221,31 @@ def _not_left_out(make: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     if is_captured():
         raise torch._dynamo.exc.Unsupported("forward opens a profiler, which TorchDynamo would leave out")
     make(*args, **kwargs)
+
+
+def _as_text(format_value: Callable[..., None], translator: Any, spec: Any, *flags: Any) -> None:
+    variables: Any = torch._dynamo.variables
+    if not (is_captured() and isinstance(translator.stack[-1], variables.SymNodeVariable)):
+        return format_value(translator, spec, *flags)
+    if any(flags):  # !r, !s
+        raise torch._dynamo.exc.Unsupported("a number that changes becomes a text")
+    text = variables.ConstantVariable.create(f"{{:{spec.as_python_constant()}}}")
+    return translator.call_function(variables.BuiltinVariable(str.format), [text, translator.pop()], {})  # type: ignore[no-any-return]
+
+
+def _by_its_spec(format_: Callable[..., Any], function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_captured() and function.fn is format:
+        spec = args[1].as_python_constant() if len(args) > 1 else ""
+        args = torch._dynamo.variables.ConstantVariable.create(f"{{:{spec}}}"), args[0]
+    return format_(function, translator, *args, **kwargs)
+
+
+def _to_ones(
+    round_: Callable[..., Any], function: Any, translator: Any, number: Any, *digits: Any, **kwargs: Any
+) -> Any:
+    if is_captured() and (digits or kwargs) and isinstance(getattr(number, "sym_num", None), torch.SymInt):
+        raise torch._dynamo.exc.Unsupported("a whole number that changes is rounded to tens")
+    return round_(function, translator, number, *digits, **kwargs)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from against_eager import assert_same, snapshot
@@ -202,6 +203,46 @@ def test_a_number_that_is_another_one_in_each_call_is_followed(how: Callable[...
     assert isinstance(handle.plan, FollowedPlan)
     assert handle.reason is not None
     assert handle.reason.startswith("a number that forward computes is another one in each call at test_hidden_numbers")
+
+
+OF_PYTHON: dict[str, Callable[[int, torch.Tensor], Any]] = {
+    "a root beside whole numbers": lambda step, x: torch.sin(torch.arange(16) / numpy.sqrt(3)),
+    "a root as an exponent": lambda step, x: (x.abs() ** numpy.sqrt(16)).tanh(),
+    "a sign beside whole numbers": lambda step, x: (x > 0) * numpy.sign(-step - 0.5),
+    "an element beside whole numbers": lambda step, x: torch.arange(16) * (numpy.array([0.25, 0.5]) * step)[1],
+    "a format of a constant": lambda step, x: float(format(1 / 3, ".1f")),
+    "a format": lambda step, x: float(format(1 / step, ".1f")),
+    "a text": lambda step, x: float(f"{1 / step:.1f}"),
+    "texts": lambda step, x: len(f"{step:03d}") + len(f"{step!r}") + float(f"{step}{step}"),
+    "tens": lambda step, x: round(37 * step, -1),
+    "tens of a size": lambda step, x: round(x.shape[0] + 37 * step, -1),
+    "digits": lambda step, x: round(step / 7, 2),
+    "a sum of unlike fractions": lambda step, x: (step / 7 + 1.7e9) - 1.7e9,
+    "a difference": lambda step, x: (1 - (1 - step / 1e9)) * 1e9,
+}
+
+
+@pytest.mark.parametrize("number", OF_PYTHON.values(), ids=OF_PYTHON)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_python_and_numpy_compute_with_numbers_as_in_eager_mode(number: Callable[..., Any], sampled: bool) -> None:
+    model = Varied(lambda step, x: x * number(step, x) * 0.5)
+    eager, calls = copy.deepcopy(model), [(randn(64, 16, seed=k),) for k in range(6)]
+    sample = calls[0] if sampled else None
+    attach(model, "90%", sample=sample, costs="flops", cache=False, on_infeasible="least")
+    assert_same(steps(model, calls), steps(eager, calls))
+
+
+def test_texts_of_numbers_that_forward_returns_are_texts() -> None:
+    class Told(Varied):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), f"{self.step}", f"{1 / self.step:.2f}", [f"{self.step:x}", str(self.step)]
+
+    model = Told(lambda _, x: x)
+    attach(model, "90%", costs="flops", cache=False)
+    for step in range(1, 15):
+        y, *told = model(randn(64, 16, seed=step))
+        y.sum().backward()
+        assert told == [f"{step}", f"{1 / step:.2f}", [f"{step:x}", str(step)]]
 
 
 def test_a_few_numbers_in_turn_are_captured() -> None:
