@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from rkgb.errors import UnsupportedError
 from rkgb.randomness import random_state, set_random_state, watched_devices
@@ -46,7 +47,8 @@ def _train(step: Callable[[], Any], read: list[int] | None, loss_memory: int | N
     """One step, from all outputs with gradients, or from those at the places ``read`` among them. How many it has, and
     what its backward raises.
     """
-    roots = [t for t in dict.fromkeys(tensors_in(step())) if t.requires_grad]
+    leaves = ([x, getattr(x, "__dict__", None)] for x in pytree.tree_leaves(step()))  # data classes are leaves
+    roots = [t for t in dict.fromkeys(tensors_in([*leaves])) if t.requires_grad]
     try:
         if roots:  # which loops hold meanwhile
             _loss(roots if read is None else [roots[k] for k in read], loss_memory).backward()

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -523,3 +523,29 @@ def test_a_schedule_that_is_known_serves_where_a_search_comes_to_its_end(monkeyp
     assert handle.plan.predicted_peak == peak == handle.budget
     with pytest.raises(rockmate.InfeasibleBudgetError):
         handle.budget = peak - 1
+
+
+@dataclass
+class Answer:
+    """What a model may return."""
+
+    logits: torch.Tensor
+    seen: int
+
+
+class Answers(OwnGenerator):
+    def forward(self, x: torch.Tensor) -> Answer:
+        return Answer(super().forward(x), len(x))
+
+
+def test_outputs_in_attributes_are_planned_for_ahead_of_the_first_step() -> None:
+    model, eager = made(Answers), made(Answers)
+    handle = rockmate.attach(model, "70%", sample=X, cache=False)
+    assert isinstance(handle.plan, FollowedPlan)
+    for _ in range(3):
+        losses = [loss_of(m(X).logits) for m in (model, eager)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
