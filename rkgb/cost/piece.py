@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
 from rkgb.cost.memory import measure_phases, storage_bytes
 from rkgb.device import kind_of
+from rkgb.trees import tensor_leaves
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 """The strides of some gradients; None: contiguous."""
@@ -71,6 +73,26 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         ctx.collect(grads)
         return (None,) * (len(grads) + 2)
+
+
+def held_on(run: Callable[[Any], Any], x: Any) -> tuple[bool, bool]:
+    """Whether ``run`` goes on holding the memory of its input ``x``, and that of its results, when they are let go: as
+    attributes of modules, or of the ``ctx`` of a function of the graph that it records.
+    """
+    uses: Callable[[int], int] = torch._C._storage_Use_Count
+    given = {(storage := t.untyped_storage())._cdata: storage for t in tensor_leaves(x)}
+    before = [*map(uses, given)]
+    taps = [*Tap.apply(ignore, torch.zeros((), requires_grad=True), *(t for t in tensor_leaves(x) if t.requires_grad))]
+    results = tensor_leaves(
+        run(pytree.tree_map_only(torch.Tensor, lambda t: taps.pop(0) if t.requires_grad else t.detach(), x))
+    )
+    graph = [t.grad_fn for t in results]
+    made = {(storage := t.untyped_storage())._cdata: storage for t in results}
+    alone = torch.empty(1).untyped_storage()
+    del results
+    found = [*map(uses, given)] != before, any(uses(key) > uses(alone._cdata) for key in made if key not in given)
+    del graph
+    return found
 
 
 class Feed(torch.autograd.Function):

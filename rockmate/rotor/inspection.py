@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from rkgb.cost.clock import Clock, Mark
 from rkgb.cost.counted import counted_tail, modelled_times
 from rkgb.cost.memory import bytes_by_storage, measure_memory, storage_bytes
-from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, ignore
+from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, held_on, ignore
 from rkgb.cost.saved import each_saved
 from rkgb.device import kind_of, one_device
 from rkgb.program import same
@@ -154,11 +154,13 @@ class Probe:
     def figures(self, name: str) -> tuple[Figures, Any]:
         """The fields of the stage behind its times, and its output."""
         self._check_second_run(name)
+        with self._untouched():
+            holds = held_on(partial(Stage(self.moment, self.preserve_rng_state).first, prepare=ignore), self.x)
         made, private, keeps_input, keeps_output = self._saved()
         stage = Stage(self.moment, self.preserve_rng_state)
         output, pass_peak, state = self._memory(lambda: stage.first(self.x, ignore))
         draws = tuple((hash(source), state_bytes([source])) for source in stage.generators or ())
-        drawn = sum(size for _, size in draws)
+        drawn, copies = sum(size for _, size in draws), sum(t.nbytes for t in stage.buffers.values())
         output, state = detached(output), max(0, state - made - drawn)  # what stays, and no slot can hold
         kept_peak, stays = self._memory(lambda: self.function(self.x))[1:]
         lasting = max(0, stays - made - private)  # no saved tensors, so they may stay as long as the graph
@@ -169,8 +171,15 @@ class Probe:
         backward_peak, input_gradient, parameter_gradients = self._backward(output)
         self.touched = sum(t.nbytes for t in tensor_leaves((self.x, output))) + private + lasting
         forward_peaks = max(kept_peak, *peaks), pass_peak - state - drawn, peaks[0]
-        kept = input_gradient, parameter_gradients + lasting, keeps_input, keeps_output, state, draws
-        return (private + lasting, *forward_peaks, backward_peak, *kept), output
+        kept = (
+            input_gradient,
+            parameter_gradients + max(lasting, state - copies),
+            keeps_input,
+            keeps_output,
+            state,
+            draws,
+        )
+        return (private + lasting, *forward_peaks, backward_peak, *kept, *holds), output
 
     def times(self) -> tuple[int, ...]:
         """Those of the forward, its tail and the backward, in nanoseconds. The figures are known."""

@@ -21,7 +21,7 @@ class Stage:
     it. ``input_gradient`` (δ): bytes of the gradient of the input. ``parameter_gradients``: bytes of parameters'
     gradients that the backward makes and that stay. ``keeps_input``, ``keeps_output``: whether the backward reads them.
     ``draws``: the generators that runs draw from, as (identity, bytes of a state). ``state``: other bytes that are kept
-    from the first run on for later runs.
+    from the first run on for later runs. ``holds_input``, ``holds_output``: whether these stay from then to the end.
     """
 
     name: str
@@ -39,6 +39,8 @@ class Stage:
     keeps_output: bool = False
     state: int = 0
     draws: tuple[tuple[int, int], ...] = ()
+    holds_input: bool = False
+    holds_output: bool = False
 
 
 @dataclass(frozen=True)

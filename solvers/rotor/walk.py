@@ -124,6 +124,9 @@ class _Walker:
             if i == self.chain.length - 1 and not self.in_forward:
                 self.output += 1
             self.hold(self.output if i == self.chain.length - 1 else i + 1)
+        if self.in_forward:
+            self.hold(i, int(stage.holds_input))
+            self.hold(i + 1, int(stage.holds_output))
         if not stops:
             self.there.add(i + 1)
             self.hold(i + 1)

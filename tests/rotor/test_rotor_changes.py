@@ -887,3 +887,60 @@ def test_parameters_that_are_frozen_or_thawed_before_the_backward(wanted: bool) 
 def test_a_first_call_that_is_measured_is_planned_before() -> None:
     chk = rotor.Checkpointable(model(), mem_limit=600_000)
     assert measure_peak(lambda: chk(input=x()).sum().backward()) <= 600_000
+
+
+class KeepsItsInput(torch.autograd.Function):
+    """In an attribute of ``ctx``, as older code does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x @ weight)
+        ctx.save_for_backward(y, weight)
+        ctx.x = x
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        y, weight = ctx.saved_tensors
+        inner = gradient * (1 - y * y)
+        return inner @ weight.t(), ctx.x.t() @ inner
+
+
+class Holding(nn.Module):
+    """A layer that holds what it is given, or what it returns."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how, self.held = nn.Linear(32, 32), how, None
+        if how == "a buffer":
+            del self.held
+            self.register_buffer("held", torch.zeros(256, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "a ctx":
+            found: torch.Tensor = KeepsItsInput.apply(x, self.linear.weight)
+            return found
+        y = torch.tanh(self.linear(x))
+        self.held = {"its input": x.detach(), "its output": y, "a buffer": y.detach()}[self.how]
+        return y
+
+
+@pytest.mark.parametrize("how", ["its input", "its output", "a buffer", "a ctx"])
+def test_what_a_layer_holds_of_its_input_or_output_counts(how: str) -> None:
+    m, sample = nn.Sequential(*(Holding(how) for _ in range(5))), x().requires_grad_()
+    chk = least(m, sample)
+    for _ in range(2):
+        assert_in_limit(chk, lambda: chk(sample).square().mean().backward())
+    plain = least(model(), x()).chain
+    assert plain is not None and not any(stage.holds_input or stage.holds_output for stage in plain.stages)
+
+
+def test_weights_that_a_hook_computes_anew_count() -> None:
+    layers = (m for _ in range(4) for m in (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        m = nn.Sequential(*(torch.nn.utils.weight_norm(k) if isinstance(k, nn.Linear) else k for k in layers))
+    sample = x().requires_grad_()
+    chk = least(m, sample)
+    for _ in range(2):
+        assert_in_limit(chk, lambda: chk(sample).square().mean().backward())

@@ -16,14 +16,7 @@ from functools import partial
 
 from torch import nn
 
-from rockmate.rotor.models.utils import (
-    AtomicSequential,
-    BatchNorm2dReLU,
-    Branches,
-    Conv2dReLU,
-    LinearReLU,
-    initialize,
-)
+from rockmate.rotor.models.utils import AtomicSequential, BatchNorm2dReLU, Branches, Conv2dReLU, LinearReLU, initialize
 
 # Convolutions of each of five parts, with these widths; a pooling ends each part.
 _PARTS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
@@ -96,11 +89,8 @@ class ResNet(nn.Sequential):
         initialize(self, "fan_out")
 
 
-resnet18 = partial(ResNet, False, (2, 2, 2, 2))
-resnet34 = partial(ResNet, False, (3, 4, 6, 3))
-resnet50 = partial(ResNet, True, (3, 4, 6, 3))
-resnet101 = partial(ResNet, True, (3, 4, 23, 3))
-resnet152 = partial(ResNet, True, (3, 8, 36, 3))
+resnet18, resnet34 = (partial(ResNet, False, layers) for layers in ((2, 2, 2, 2), (3, 4, 6, 3)))
+resnet50, resnet101, resnet152 = (partial(ResNet, True, (3, a, b, 3)) for a, b in ((4, 6), (4, 23), (8, 36)))
 
 
 def dense_layer(inputs: int, growth: int, bn_size: int, drop_rate: float) -> Branches:
