@@ -66,16 +66,12 @@ class Chain:
         """Raise ``ProblemError`` for what cannot be a chain."""
         if not self.stages or len(self.values) != len(self.stages) + 1:
             raise ProblemError("a chain has at least one stage, and one value more than stages")
-        for i, stage in enumerate(self.stages):
-            if not 0 <= stage.tail <= stage.forward_time:
-                raise ProblemError(
-                    f"stage {i} ({stage.name}): tail is {stage.tail}, no part of forward_time, {stage.forward_time}"
-                )
-            if stage.stop_peak > stage.forward_peak:
-                raise ProblemError(
-                    f"stage {i} ({stage.name}): a run that stops is the start of a full one, so it allocates "
-                    f"no more: stop_peak is {stage.stop_peak} bytes, forward_peak {stage.forward_peak}"
-                )
+        for i, s in enumerate(self.stages):
+            if not 0 <= s.tail <= s.forward_time:
+                raise ProblemError(f"stage {i} ({s.name}): tail is {s.tail}, no part of forward_time, {s.forward_time}")
+            if s.stop_peak > s.forward_peak:
+                peaks = f"stop_peak is {s.stop_peak} bytes, forward_peak {s.forward_peak}"
+                raise ProblemError(f"stage {i} ({s.name}): a run that stops allocates no more than a full one: {peaks}")
 
     @property
     def length(self) -> int:
