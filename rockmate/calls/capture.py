@@ -269,7 +269,7 @@ def check_numbers(program: fx.GraphModule, known: list[fx.GraphModule]) -> None:
         raise UnsupportedError(f"a number that forward computes is another one in each call{line_of(changed)}")
 
 
-_FRACTION = re.compile(r"\b\d+(?:\.\d+(?:e-?\d+)?|e-?\d+)")
+_FRACTION = re.compile(r"\b\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+)")
 
 
 def _is_size(node: fx.Node) -> bool:
