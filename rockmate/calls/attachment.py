@@ -23,7 +23,7 @@ from rockmate.calls.keys import call_key
 from rockmate.calls.look import Look, LookInTheWay, end_look, others_looks_paused
 from rockmate.calls.others import unwatch_layers
 from rockmate.calls.reasons import reason_of
-from rockmate.calls.rehearsal import draws_of_python_put_back, put_back, rehearse
+from rockmate.calls.rehearsal import put_back, rehearse
 from rockmate.calls.surroundings import (
     IN_TRANSFORMS,
     any_is_gone,
@@ -118,7 +118,7 @@ class Attachment(Handle, OwnCall):
         check_global_hooks()
         end_look()  # not within frames of TorchDynamo: see ``check_no_look``
         model, self.saved = self.model, saved
-        with self._entered(), torch.enable_grad(), draws_of_python_put_back():
+        with self._entered(), torch.enable_grad():
             self.inside.planning = True
             try:
                 self._run(model, call)

@@ -105,8 +105,10 @@ def put_back(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator
             t.grad = gradient.detach().clone()
     devices = watched_devices(tensors)
     states = [(device, random_state(device)) for device in devices]
+    python, numpy = random.getstate(), sys.modules.get("numpy.random")
+    legacy = None if numpy is None else numpy.get_state()
     try:
-        with torch.enable_grad(), draws_of_python_put_back():
+        with torch.enable_grad():
             yield
     finally:
         held.put_back()
@@ -120,16 +122,6 @@ def put_back(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator
             t.grad = gradient
         for device, state in states:
             set_random_state(device, state)
-
-
-@contextlib.contextmanager
-def draws_of_python_put_back() -> Iterator[None]:
-    """The generators of Python's ``random`` and of NumPy are as before afterwards."""
-    python, numpy = random.getstate(), sys.modules.get("numpy.random")
-    legacy = None if numpy is None else numpy.get_state()
-    try:
-        yield
-    finally:
         random.setstate(python)
         if numpy is not None:
             numpy.set_state(legacy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -249,15 +248,6 @@ def test_a_few_numbers_in_turn_are_captured() -> None:
     model = Varied(lambda step, x: x * math.exp(-(step % 3)))
     assert_equal(model, [(randn(64, 16, seed=k),) for k in range(9)], "75%")
     assert isinstance(rockmate.attached(model).plan, Plan)
-
-
-def test_numbers_that_python_draws_are_drawn_again_after_planning() -> None:
-    model, x = Varied(lambda _, x: x * random.uniform(0.5, 1.5)), randn(64, 16, seed=0)
-    before = random.getstate()
-    Rockmate(model, x, "75%", costs="flops", cache=False)
-    assert random.getstate() == before
-    attach(model, "75%", sample=x, costs="flops", cache=False)
-    assert random.getstate() == before
 
 
 # ------------------------------------------------------------------ calls that fail, or are not captured
