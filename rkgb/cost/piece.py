@@ -75,6 +75,12 @@ class Tap(torch.autograd.Function):
         return (None,) * (len(grads) + 2)
 
 
+def tapped(x: Any, anchor: torch.Tensor, collect: Callable[[Any], None]) -> Any:
+    """``x`` with the results of a ``Tap`` in the place of its tensors that require grad, and no history elsewhere."""
+    taps = [*Tap.apply(collect, anchor, *(t for t in tensor_leaves(x) if t.requires_grad))]
+    return pytree.tree_map_only(torch.Tensor, lambda t: taps.pop(0) if t.requires_grad else t.detach(), x)
+
+
 def held_on(run: Callable[[Any], Any], x: Any) -> tuple[bool, bool]:
     """Whether ``run`` goes on holding the memory of its input ``x``, and that of its results, when they are let go: as
     attributes of modules, or of the ``ctx`` of a function of the graph that it records.
@@ -82,10 +88,7 @@ def held_on(run: Callable[[Any], Any], x: Any) -> tuple[bool, bool]:
     uses: Callable[[int], int] = torch._C._storage_Use_Count
     given = {(storage := t.untyped_storage())._cdata: storage for t in tensor_leaves(x)}
     before = [*map(uses, given)]
-    taps = [*Tap.apply(ignore, torch.zeros((), requires_grad=True), *(t for t in tensor_leaves(x) if t.requires_grad))]
-    results = tensor_leaves(
-        run(pytree.tree_map_only(torch.Tensor, lambda t: taps.pop(0) if t.requires_grad else t.detach(), x))
-    )
+    results = tensor_leaves(run(tapped(x, torch.zeros((), requires_grad=True), ignore)))
     graph = [t.grad_fn for t in results]
     made = {(storage := t.untyped_storage())._cdata: storage for t in results}
     alone = torch.empty(1).untyped_storage()

@@ -328,16 +328,16 @@ def numpy_function(program: fx.GraphModule) -> str | None:
 
     for node in program.graph.nodes:
         target: Any = node.target
-        if isinstance(target, (utils.numpy_to_tensor_wrapper, utils.numpy_operator_wrapper)):
-            name = target.__name__.removeprefix("wrapped_")
+        if isinstance(target, utils.numpy_operator_wrapper):
+            name, exact = target.op.__name__, True
+        elif isinstance(target, utils.numpy_to_tensor_wrapper):
+            name, exact = target.f.__name__, target.f.__name__ in _EXACT
         elif isinstance(target, utils.numpy_method_wrapper):
-            name = target.method
+            name, exact = target.method, target.method in _EXACT
         else:
             continue
         example = node.meta.get("example_value")
-        is_number = (
-            isinstance(example, torch.Tensor) and not example.dim() and {n.target for n in node.users} != {"item"}
-        )
-        if is_number or not (name in _EXACT or isinstance(target, utils.numpy_operator_wrapper)):
+        is_number = isinstance(example, torch.Tensor) and not example.dim()
+        if not exact or (is_number and {n.target for n in node.users} != {"item"}):
             return f"{name}{line_of(node)}"
     return None

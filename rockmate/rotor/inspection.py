@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from rkgb.cost.clock import Clock, Mark
 from rkgb.cost.counted import counted_tail, modelled_times
 from rkgb.cost.memory import bytes_by_storage, measure_memory, storage_bytes
-from rkgb.cost.piece import Gradients, Layouts, Tap, backward_memory, held_on, ignore
+from rkgb.cost.piece import Gradients, Layouts, backward_memory, held_on, ignore, tapped
 from rkgb.cost.saved import each_saved
 from rkgb.device import kind_of, one_device
 from rkgb.program import same
@@ -205,11 +205,7 @@ class Probe:
         self.drop_gradients()
         for source, state in self.states.items():
             set_random_state(source, state)  # all runs take one path
-        x = self.x
-        tapped = [t for t in tensor_leaves(x) if t.requires_grad]
-        if tapped:
-            taps = iter(Tap.apply(collect, self.anchor, *tapped))
-            x = pytree.tree_map_only(torch.Tensor, lambda t: next(taps) if t.requires_grad else t, x)
+        x = tapped(self.x, self.anchor, collect)
         with self.moment.again(self.leaves):
             return tensor_leaves(self.function(x))
 

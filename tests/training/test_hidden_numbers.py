@@ -174,7 +174,7 @@ def test_a_number_is_read_behind_what_writes_it() -> None:
 
 
 class Varied(nn.Module):
-    """What follows each layer takes a number that Python computes from a counter, or draws."""
+    """What follows each layer takes a number that Python computes from a counter."""
 
     def __init__(self, how: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
