@@ -145,9 +145,9 @@ class FreeCalls:
         def forward_measured(kept: int) -> None:
             self._saw(kind, turns, kept, rough.alone.backward)
 
-        def measured(peak: int) -> None:
+        def measured(peak: int, gone: int) -> None:
             self._measured += 1
-            if peak <= self.part * budget:
+            if peak + gone <= self.part * budget:
                 self._saw(kind, turns, self._rough[kind].alone.kept, peak)
                 LOG.log(
                     logging.DEBUG if self.spacious else logging.INFO,

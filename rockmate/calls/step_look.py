@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 
 from rkgb.cost.memory import timeline
 from rkgb.device.kind import Moment, Timeline
+from rkgb.storages import has_memory, memory_of
 from rockmate.calls.look import FAILED, InGraph, Look
 
 
@@ -138,30 +140,37 @@ class WholeLook(StepLook):
     """A look at a step that runs without a plan."""
 
     def __init__(
-        self, device: torch.device, forward_measured: Callable[[int], None], measured: Callable[[int], None]
+        self, device: torch.device, forward_measured: Callable[[int], None], measured: Callable[[int, int], None]
     ) -> None:
         """``forward_measured`` is called with what the call keeps, ``measured`` with the peak of the step, bytes above
-        the level at the beginning. The first is known where another forward comes before the backward, too.
+        the level at the beginning, and the bytes of outputs that went before the backward, which a caller may hold. The
+        first is known where another forward comes before the backward, too.
         """
         super().__init__(device)
         self.forward_measured, self.measured = forward_measured, measured
+        self._outputs: list[tuple[weakref.ref[Any], int]] = []  # their memory, and its bytes
+        self._gone = 0
         self.mark()
 
     def follow(self, outputs: Sequence[Any]) -> None:
         """These are what the call returns."""
         self.mark()
         hook = InGraph(self).hook(self._reach)
+        storages = {id(s): s for t in outputs if isinstance(t, torch.Tensor) and has_memory(t) for s in [memory_of(t)]}
+        self._outputs = [(weakref.ref(s), s.nbytes()) for s in storages.values()]
         for t in outputs:
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
                 self.arrives += t.nbytes
                 t.grad_fn.register_prehook(hook)
 
     def _reach(self, _: Any) -> None:
+        if not self.reached:
+            self._gone = sum(size for storage, size in self._outputs if storage() is None)
         self.reach()
 
     def ended(self, moments: list[Moment], stays: bool) -> None:
         """As in ``StepLook``."""
-        self.measured(max(moment.peak for moment in moments))
+        self.measured(max(moment.peak for moment in moments), self._gone)
 
     def close(self) -> list[Moment] | None:
         """As in ``Look``."""

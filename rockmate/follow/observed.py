@@ -41,8 +41,8 @@ class Seen:
     """What was observed of one step.
 
     ``forms`` of operations, and ``sizes`` of what they make. ``packs``: of each slot, after how many operations it
-    came, and its datum.
-    ``marks``, and ``moments`` of the allocator at these. ``ended``: when the backward was
+    came, and its datum. ``marks``, and ``moments`` of the allocator at these. ``used_up``: for marks "gone", the data
+    that autograd had in use and went. ``ended``: when the backward was
     over, in nanoseconds; ``left``: bytes of data that still lived then. ``released``: the mark by which nobody outside
     held a datum any more; those that were always held are not there. ``reads``: for each mark "asked", the data that
     autograd has in use from then on. ``gathered``: for each of these, the storages that come and go which are there.
@@ -56,6 +56,7 @@ class Seen:
     packs: list[tuple[int, int | None]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
+    used_up: dict[int, frozenset[int]] = field(default_factory=dict)
     ended: int = 0
     left: int = 0
     released: dict[int, int] = field(default_factory=dict)
@@ -212,15 +213,17 @@ class Observed:
             self._in_use.pop(number, None)
 
     def _mark_gone(self) -> None:
-        """Note this moment, if data have gone between two reads of the backward that are of neither."""
+        """Note this moment, if data have gone between two reads of the backward."""
         ledger, marks = self.ledger, self.seen.marks
         if ledger is None or self.look is None or self.look.in_gap or marks[-1].what not in ("answered", "gone"):
             return
         deaths = ledger.deaths[self._deaths :]
         idle = sum(self.data[n].size for n in deaths if n not in self._in_use and n not in self._outside)
-        if idle:
+        used = self._in_use.keys() & deaths
+        if idle or used:
             self._note(deaths)
             self.look.mark()
+            self.seen.used_up[len(marks)] = frozenset(used)
             marks.append(Mark("gone", idle, ledger.live, time.perf_counter_ns()))
 
     def _mark(self, tape: Tape, what: str, index: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
-from rockmate.follow.record import Datum, Slot
+from rockmate.follow.record import Datum, Slot, needed_for
 from rockmate.follow.tape import Policy, Tape
 
 SLACK = 16
@@ -76,13 +76,13 @@ class Online:
             datum.base = None
 
     def _may_go(self, tape: Tape, datum: Datum) -> bool:
-        """Whether the datum can be made again, or, in the backward, no datum that is missing comes after it."""
+        """Whether the datum can be made again, or in the backward, nothing that is missing is made from it."""
         if not datum.pinned and (not self.left or _Costs(tape).again(datum) is not None):
             return True
         if tape.open:
             return False
-        missing = (d for d in tape.data if d.slots and d.base is None)
-        return all(max(d.maker, *d.writers, 0) < datum.maker for d in missing)
+        missing = (d.number for d in tape.data if d.slots and d.base is None)
+        return datum.number not in needed_for(tape.ops, tape.data, missing)
 
     def keeps(self, tape: Tape, datum: Datum) -> bool:
         """As in ``Policy``."""

@@ -12,7 +12,7 @@ from rkgb.storages import alias_of, counter_of
 from rockmate.calls.surroundings import ANOTHER, RETAINED, graph_is_retained, warn_unplanned
 from rockmate.follow.observed import Seen, pack_of, sizes_of
 from rockmate.follow.problem import FollowedProblem
-from rockmate.follow.record import Datum, OpForm, Slot, form_of_op
+from rockmate.follow.record import Datum, OpForm, Slot, form_of_op, needed_for
 from rockmate.follow.tape import Policy, Tape
 from solvers import Bwd, Del, Loss, Run, Schedule, Step
 
@@ -40,15 +40,18 @@ class Stage:
 @dataclass(frozen=True)
 class FollowedProgram:
     """A schedule, by what a followed forward shows. ``forms`` and ``sizes`` of operations, ``packs`` of slots: as in
-    the step that was observed. ``held``: data that are held from the forward on. ``within``: those that
-    backwards within the forward read, each with the number of the last of their reads. ``stages`` in the order of the
-    backward; ``stage_of``: by slot. ``retained``: see ``Seen``.
+    the step that was observed. ``held``: data that are held from the forward on; ``kept``: those of them that only
+    ``unread`` data need, which no backward reads. ``within``: those that backwards within the forward read, each with
+    the number of the last of their reads. ``stages`` in the order of the backward; ``stage_of``: by slot. ``retained``:
+    see ``Seen``.
     """
 
     forms: list[OpForm]
     sizes: list[tuple[int, ...]]
     packs: list[tuple[int, int | None]]
     held: frozenset[int]
+    kept: frozenset[int]
+    unread: frozenset[int]
     within: dict[int, int]
     stages: tuple[Stage, ...]
     stage_of: dict[int, int]
@@ -86,10 +89,12 @@ def program_of(found: FollowedProblem, schedule: Schedule, seen: Seen) -> Follow
     reads = [_reads(found, step, slots_of, seen) for step in schedule[at + 1 :]]
     behind = _let_go(found, schedule[at + 1 :], reads)
     wanted = frozenset[int]().union(*reads)
-    held = (frozenset(found.datum_of[d] for d in live & wanted) | found.kept) - {-1}
+    planned = frozenset(found.datum_of[d] for d in live & wanted) - {-1}
+    held, kept, unread = planned | found.kept, found.kept - planned, frozenset(seen.unread())
     stages, stage_of = _stages(found, behind, slots_of, seen, live, held)
     within = {number: k for k, number in enumerate(seen.within)}
-    return FollowedProgram(seen.forms, seen.sizes, seen.packs, held, within, stages, stage_of, frozenset(seen.retained))
+    retained = frozenset(seen.retained)
+    return FollowedProgram(seen.forms, seen.sizes, seen.packs, held, kept, unread, within, stages, stage_of, retained)
 
 
 def _reads(found: FollowedProblem, step: Step, slots_of: dict[int, list[int]], seen: Seen) -> frozenset[int]:
@@ -307,7 +312,12 @@ class Planned:
                 self._drop(tape, number)
 
     def let_go(self, tape: Tape, datum: Datum) -> None:
-        """As in ``Policy``."""
+        """As in ``Policy``: with a part of the graph goes what only that part may still need."""
+        program = self.program
+        if program.kept and not (tape.open or datum.slots) and datum.number in program.unread:
+            needed = needed_for(tape.ops, tape.data, (n for n in program.unread if tape.data[n].slots))
+            for number in program.kept - needed:
+                tape.data[number].base = None
 
     def keeps(self, tape: Tape, datum: Datum) -> bool:
         """As in ``Policy``."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
+from rockmate.follow.moments import BackwardMoment, Forward, moments_of
 from rockmate.follow.observed import Seen
-from rockmate.follow.record import Datum, Op
+from rockmate.follow.record import Datum, Op, needed_for
 from solvers import Backward, Block, Data, Node, Problem, keep_everything, walk
 
 
@@ -77,26 +77,6 @@ def _shape(node: Node) -> tuple[object, ...]:
     return node.reads, node.makes, node.rerun, None if node.backward is None else node.backward.reads
 
 
-class Forward(NamedTuple):
-    """What a ``Tape`` has noted."""
-
-    ops: list[Op]
-    data: list[Datum]
-
-
-@dataclass
-class _Step:
-    """One moment of the backward. ``slots``: that it reads. ``gathered``: storages that come and go which are there."""
-
-    slots: list[int]
-    gathered: frozenset[int]
-    reads: set[int]
-    before: int
-    peak: int
-    time: int
-    after: int = 0
-
-
 @dataclass
 class _Building:
     nodes: list[Node] = field(default_factory=list)
@@ -135,8 +115,9 @@ class _Building:
 def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
     """The problem of a step that is over: its ``ops`` and ``data``, as a ``Tape`` has noted them."""
     building, tape = _Building(), Forward(ops, data)
-    ends, kept = _ends(tape, seen), _kept(tape, seen)
-    ends.update(dict.fromkeys(kept, len(seen.marks) + len(ops)))
+    ends = _ends(tape, seen)
+    kept = frozenset(n for n in needed_for(ops, data, seen.unread()) if data[n].pinned)
+    ends.update(dict.fromkeys(kept - seen.freed, len(seen.marks) + len(ops)))
     marks = {mark.number: k for k, mark in enumerate(seen.marks) if mark.what == "op"}
     released: dict[int, list[int]] = {}  # data, by the operation at whose end nobody outside holds them any more
     for number, end in ends.items():
@@ -159,22 +140,6 @@ def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
             building.node(Node(f"release{index}", 0, tuple(sorted(late)), (), 0, None, rerun=False))
     building.beside(0)  # the loss counts it from here on
     return _with_backwards(building, tape, seen, ends, kept)
-
-
-def _kept(tape: Forward, seen: Seen) -> frozenset[int]:
-    """The data that are needed to make what no backward read, and that cannot be made again."""
-    kept: set[int] = set()
-    left, found = [*seen.unread()], set()
-    while left:
-        datum = tape.data[left.pop()]
-        if datum.number in found:
-            continue
-        found.add(datum.number)
-        if datum.pinned:
-            kept.add(datum.number)
-        else:
-            left += [n for index in (datum.maker, *datum.writers) for n in tape.ops[index].reads]
-    return frozenset(kept)
 
 
 def _own(seen: Seen, k: int) -> int:
@@ -272,48 +237,7 @@ def _ends(tape: Forward, seen: Seen) -> dict[int, int]:
     return ends
 
 
-def _steps(tape: Forward, seen: Seen, ends: dict[int, int]) -> list[_Step]:
-    """The moments of the backward, in order. Where autograd asks for several tensors at once, they are one. So are all
-    from one at which it asks for a tensor to the last at which it does so again, as for a hook that differentiates.
-    """
-    first: dict[int, int] = {}  # the moment that reads it, by slot
-    asked = [k for k, mark in enumerate(seen.marks) if mark.what == "asked"]
-    steps: list[_Step] = []
-    quiet = False  # nothing was allocated since the moment before was answered
-    for k, end in itertools.zip_longest(asked, asked[1:], fillvalue=len(seen.marks)):
-        after = range(k + 1, end)  # "answered", and then "gone"
-        before = seen.moments[k].level - seen.marks[k].live
-        gone = itertools.accumulate((seen.marks[j].number for j in after[1:]), initial=0)
-        peak = max(seen.moments[j].peak + idle for j, idle in zip(after, gone, strict=True)) - seen.marks[k + 1].live
-        held = {n for n, at in ends.items() if len(tape.ops) + k < at < len(tape.ops) + len(seen.marks)}
-        reads = {*seen.reads[k], *held}
-        time = (seen.marks[end].time if end < len(seen.marks) else seen.ended) - seen.marks[k + 1].time
-        if quiet:
-            steps[-1].peak = 0
-        there = seen.gathered.get(k, frozenset())
-        steps.append(_Step([seen.marks[k].number], there, reads, max(0, before), max(0, peak), time))
-        at = first.get(seen.marks[k].number, len(steps) - 1 - quiet)
-        steps[at:] = [_joined(steps[at:])]
-        first.update(dict.fromkeys(steps[at].slots, at))
-        quiet = {bytes_ for j in after for bytes_ in seen.moments[j]} == {seen.moments[end].level}
-    final = seen.moments[-1].level - seen.left if steps else 0
-    for step, following in itertools.zip_longest(steps, steps[1:]):
-        step.after = max(0, following.before if following is not None else final)
-        step.peak = max(step.peak, step.before, step.after)
-    return steps
-
-
-def _joined(steps: list[_Step]) -> _Step:
-    joined, *others = steps
-    for step in others:
-        joined.slots += step.slots
-        joined.reads |= step.reads
-        joined.peak = max(joined.peak, step.peak)
-        joined.time += step.time
-    return joined
-
-
-def _limit(building: _Building, steps: list[_Step]) -> None:
+def _limit(building: _Building, steps: list[BackwardMoment]) -> None:
     """Nodes that read what comes and goes may run again at those moments at which it was seen to be there."""
     last = len(building.nodes) + len(steps) - 1  # the node of the first moment
     for i, wanted in building.gathered.items():
@@ -329,7 +253,7 @@ def _limit(building: _Building, steps: list[_Step]) -> None:
 def _with_backwards(
     building: _Building, tape: Forward, seen: Seen, ends: dict[int, int], kept: frozenset[int]
 ) -> FollowedProblem:
-    steps, count = _steps(tape, seen, ends), len(tape.ops)
+    steps, count = moments_of(tape, seen, ends), len(tape.ops)
     step_of: dict[int, int] = {}
     _limit(building, steps)
     for step in reversed(steps):

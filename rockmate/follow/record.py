@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -120,6 +120,18 @@ class Datum:
     counter: torch.Tensor | None = None
     version: int | None = None
     needs: frozenset[int] = frozenset()
+
+
+def needed_for(ops: Sequence[Op], data: Sequence[Datum], wanted: Iterable[int]) -> set[int]:
+    """The ``wanted`` data and all that they are made from, back to what cannot be made again."""
+    left, found = [*wanted], set[int]()
+    while left:
+        datum = data[left.pop()]
+        if datum.number not in found:
+            found.add(datum.number)
+            makers = () if datum.pinned else (datum.maker, *datum.writers)
+            left += [n for index in makers for n in ops[index].reads]
+    return found
 
 
 class Use(NamedTuple):

@@ -96,3 +96,48 @@ def test_what_autocast_has_cast_is_planned_to_be_there_where_it_is_read(
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
 def test_a_result_that_goes_before_the_loss_is_planned_to_be_there_where_it_is_read(share: float) -> None:
     check_planned(WithFirst, X, share, LetsGo)
+
+
+class TwoBranches(Layers):
+    """Autograd frees ``v`` when it has read it for the second branch; the first one is made from it again, later."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        torch.rand(1, generator=self.generator)
+        v = F.gelu(self.layers[0](x)) * 2
+        first = self.layers[1](torch.tanh(v * 1.5)).sin()
+        scaled = v.expand(8, *v.shape) * 0.5  # autograd saves nothing for it, and its gradient is as large as it
+        return first, scaled, self.layers[2](v)
+
+
+class OfBranches(Steps):
+    def run(self) -> None:
+        self.loss = sum((t.sum() * k for k, t in enumerate(self.model(self.x), 1)), torch.zeros(()))
+        self.loss.backward()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
+def test_what_a_second_run_reads_counts_after_autograd_has_let_go_of_it(share: float) -> None:
+    check_planned(TwoBranches, X, share, OfBranches)
+
+
+class LetsGoOfATensor(Steps):
+    """The second result goes with the graph that it has."""
+
+    def run(self) -> None:
+        y, other = self.model(self.x)
+        del other
+        self.loss = torch.cat([y * k for k in range(8)]).square().mean()
+        self.loss.backward()
+
+
+class Unread(Layers):
+    """Its second result is made of random numbers, which cannot be drawn again, and no loss reads it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        drawn = torch.rand(x.shape, generator=self.generator)
+        return super().forward(x), self.layers[0](torch.tanh(self.layers[1](drawn)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_part_of_the_graph_that_goes_before_the_backward_holds_nothing(share: float) -> None:
+    check_planned(Unread, X, share, LetsGoOfATensor)
