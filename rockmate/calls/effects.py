@@ -101,9 +101,13 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
 
     Raises ``UnsupportedError`` where that would not be the same: eager mode draws other numbers in the second run
     (``preserve_rng_state=False``), writes once more (statistics of a batch norm), gives no gradients (a reentrant one
-    of which no input requires grad), or adds gradients in another order (a reentrant one, of what others use, too).
+    of which no input requires grad), adds gradients in another order (a reentrant one, of what others use, too), or
+    reads a variable that has another value by then.
     """
     found = [n for n in program.graph.nodes if str(getattr(n.target, "_name", "")) == "tag_activation_checkpoint"]
+    codes = (torch._guards.TracingContext.get().traced_code or ()) if found else ()
+    if late := next(filter(None, map(_late, codes)), ""):
+        raise UnsupportedError(f"the function of a checkpoint reads {late} when it runs again: give it as an argument")
     for node in found:
         body = getattr(program, str(node.args[0].target))
         calls = [n for g in graphs_within(body) for n in g.graph.nodes if n.op in ("call_function", "call_method")]
@@ -122,6 +126,20 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
             continue
         raise UnsupportedError(f"a part is checkpointed {what}{line_of(node)}: remove the checkpoint")
     return bool(found)
+
+
+def _late(code: CodeType) -> str:
+    """A variable of a function that calls checkpoints, which gets other values, and functions within read; or ""."""
+    if not code.co_cellvars or not any("checkpoint" in name for name in (*code.co_names, *code.co_freevars)):
+        return ""
+    steps = list(dis.get_instructions(code))
+    loops = [range(step.argval, step.offset) for step in steps if step.opname.startswith("JUMP_BACKWARD")]
+    for name in code.co_cellvars:
+        stored = [step for step in steps if step.opname == "STORE_DEREF" and step.argval == name]
+        line = stored[0].positions.lineno if stored and stored[0].positions else 0
+        if len(stored) > 1 or any(step.offset in loop for step in stored for loop in loops):
+            return f"{name}, which gets other values at {named_line(code.co_filename, line or code.co_firstlineno)},"
+    return ""
 
 
 def graphs_within(program: fx.GraphModule) -> list[fx.GraphModule]:

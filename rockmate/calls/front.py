@@ -50,8 +50,9 @@ TIMED = 20
 
 _AS_IF_NOT = "It is planned as if it did not, with the same results; without these calls the first steps take less time"
 _STAY = (
-    "Some of them stay as they are, since results may be others without (reentrant and selective ones, and those that "
-    "write or draw): remove these calls, or give use_reentrant=False, so that the plan decides what runs again there"
+    "Some of them stay as they are, since results may be others without (selective ones, those that write, draw, or "
+    "read what changes later, and reentrant ones that share tensors): remove these calls, so that the plan decides "
+    "what runs again there"
 )
 
 ANOTHER_BUDGET = "the budget of now"

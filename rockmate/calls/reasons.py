@@ -41,7 +41,11 @@ _INSTEAD = (
     ("is given a number that changes", "give it a tensor with that number"),
     ("depend on values", "keep all rows and mask them, so that sizes are the same"),
     (_BY_VALUES, "compute with the tensor (torch.where, a mask in the place of chosen rows)"),
-    ("calls its requires_grad_()", "make that tensor outside of forward, and give it as an argument"),
+    (
+        "calls its requires_grad_()",
+        "make that tensor outside of forward, and give it as an argument; of a transformers model, leave out "
+        "enable_input_require_grads(), which only its own checkpoints need",
+    ),
     ("is another one in each call", "keep it in a tensor (a buffer), or outside of the model"),
     (_TOO_OFTEN, "keep that in a tensor (a buffer), or outside of the model"),
     ("opaque object was created", "make it once, in __init__"),

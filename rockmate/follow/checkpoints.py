@@ -2,25 +2,33 @@
 
 In the first call of a kind the parts run as they do in eager mode, and each is judged by what it did. Parts whose
 second run would be the same as the first run plainly from then on, so that the plan decides what runs again. The others
-keep their checkpoint: reentrant ones, and those that write, that draw other numbers in their second run, or that change
-what Python holds.
+keep their checkpoint: those that write, that draw other numbers in their second run, that change what Python holds or
+read what is changed later, and reentrant ones that share with others what has gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from rkgb.errors import UnsupportedError
+from rkgb.probe.contexts import functions_of, next_number
+from rkgb.program import same
+from rkgb.randomness import random_state, set_random_state, watched_devices
+from rkgb.trees import tensor_leaves
 from rockmate.calls.held import Held
 from rockmate.follow.noting import Schema
-from rockmate.follow.record import Op
 from rockmate.follow.tape import Tape
 
 
@@ -41,53 +49,221 @@ class Unchecked:
     def __init__(self, parts: CheckpointedParts, model: torch.nn.Module, tape: Tape) -> None:
         self.parts, self.model, self.tape = parts, model, tape
         self.found = self.stay = False
-        self._came = 0
+        self._came: list[_Part] = []
         self._within = False  # a part with its checkpoint, whose inner parts keep theirs
         self._outer: Unchecked | None = None
 
     def __enter__(self) -> Unchecked:
         setattr(checkpoint, _NAME, _generator)
-        setattr(checkpoint, _NAME_IN_REENTRANT, _in_reentrant)
+        setattr(checkpoint, _NAME_OF_REENTRANT, _Reentrant)
         self._outer, _HERE.call = getattr(_HERE, "call", None), self
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         _HERE.call = self._outer
+        for number, part in enumerate(self._came if kind is None else ()):
+            if part.way == JUDGED:
+                alike = part.alike and not part.differs(self.tape)
+                self.parts.plain[number] |= alike
+                self.found |= alike
+                self.stay |= not alike
+            elif part.way == PLAIN and (why := part.differs(self.tape)):
+                raise _changed(why)
 
-    def run(self, own: Iterator[None], preserves: bool, usual: bool) -> Iterator[None]:
-        """What runs around one part. ``own``: with its checkpoint; ``preserves``: its second run draws the same
-        numbers; ``usual``: it is no selective one.
+    def run(self, own: Iterator[None], function: Any, preserves: bool, usual: bool) -> Iterator[None]:
+        """What runs around one part, which calls ``function``. ``own``: with its checkpoint; ``preserves``: its second
+        run draws the same numbers; ``usual``: it is no selective one.
         """
-        number, self._came, tape = self._came, self._came + 1, self.tape
-        op, datum = len(tape.ops), len(tape.data)
-        known = number < len(self.parts.plain)
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        usual = usual and top is not None and top[0] == tape.pack  # others would pack what the checkpoint drops
-        if known and self.parts.plain[number] and usual and not self._within:
+        part = self._next(function, preserves, usual)
+        if part.way == PLAIN:
             yield
-            if why := _effect(tape.ops[op:], datum, preserves):
-                raise UnsupportedError(
-                    f"a part under torch.utils.checkpoint {why}, which it did not in the first call: remove the "
-                    "checkpoint, since a plan decides what runs again"
-                )
-            return
-        if known or self._within:
-            if not known:
-                self.parts.plain.append(False)
+            part.over(self.tape)
+        elif part.way == JUDGED:
+            with self._judged(part):
+                yield from own
+        else:
             yield from own
-            return
+
+    def run_reentrant(self, function: Any, preserves: bool, args: tuple[Any, ...]) -> Any:
+        """What a reentrant part returns."""
+        part = self._next(function, preserves, usual=True)
+        if part.way == PLAIN:
+            result = part.call(args)
+            part.over(self.tape)
+            return result
+        if part.way == CHECKPOINTED:
+            return _OWN_REENTRANT.apply(function, preserves, *args)
+        devices = watched_devices(tensor_leaves(args))
+        before = [random_state(d) for d in devices]
+        with self._judged(part):
+            result = _OWN_REENTRANT.apply(function, preserves, *args)
+        if part.alike:  # as far as Python and what it writes tell; now without the checkpoint, and with gradients
+            after = [random_state(d) for d in devices]
+            _set_states(devices, before)
+            again = part.call(args)
+            _set_states(devices, after)
+            part.end = len(self.tape.ops)
+            with torch._C._DisableTorchDispatch():  # no operation of the forward
+                part.alike = _same(again, result)
+        return result
+
+    def _next(self, function: Any, preserves: bool, usual: bool) -> _Part:
+        plain, number = self.parts.plain, len(self._came)
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        usual = usual and top is not None and top[0] == self.tape.pack  # others would pack what the checkpoint drops
+        part = _Part(function, preserves, len(self.tape.ops), len(self.tape.data), usual)
+        if number == len(plain):
+            plain.append(False)
+            part.way = CHECKPOINTED if self._within else JUDGED
+        elif plain[number] and usual and not self._within:
+            part.way = PLAIN
+        self._came.append(part)
+        return part
+
+    @contextlib.contextmanager
+    def _judged(self, part: _Part) -> Iterator[None]:
+        """While the part runs with its checkpoint for the first time."""
         self._within = True
-        self.parts.plain.append(False)
         try:
             held, numbers = Held(self.model), _numbers()
-            yield from own
+            yield
         finally:
             self._within = False
+        part.end = len(self.tape.ops)
         kept = not held.one_way and not held.changed() and numbers == _numbers()
-        if kept and usual and not _effect(tape.ops[op:], datum, preserves):
-            self.parts.plain[number] = self.found = True
-        else:
-            self.stay = True
+        part.alike = part.usual and kept and not part.effect(self.tape)
+
+
+CHECKPOINTED, JUDGED, PLAIN = "checkpointed", "judged", "plain"
+
+
+@dataclass
+class _Part:
+    """One part of a call, from operation ``begin`` to ``end``. ``first``: its first datum. ``way``: it runs with its
+    checkpoint, does so for the first time, or runs without. ``alike``: it may run without. ``graph``: of a reentrant
+    part that ran without.
+    """
+
+    function: Any
+    preserves: bool
+    begin: int
+    first: int
+    usual: bool
+    way: str = CHECKPOINTED
+    end: int = 0
+    alike: bool = False
+    graph: _Graph | None = None
+    cells: list[tuple[Any, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cells = [(cell, _content(cell)) for cell in _cells(self.function)]
+
+    def call(self, args: tuple[Any, ...]) -> Any:
+        """What its function returns, with gradients."""
+        number = next_number()
+        result = self.function(*args)
+        self.graph = _Graph(args, tensor_leaves(result), number)
+        return result
+
+    def over(self, tape: Tape) -> None:
+        """It ran without its checkpoint. Raises ``UnsupportedError`` where that is not the same."""
+        self.end = len(tape.ops)
+        if why := self.effect(tape):
+            raise _changed(why)
+
+    def effect(self, tape: Tape) -> str:
+        """What its operations do whose second run would do more or something else; empty if nothing."""
+        for op in tape.ops[self.begin : self.end]:
+            schema = Schema.of(op.func)
+            if op.draws_from_given or (schema.random and not self.preserves):
+                return "draws numbers that its second run would not draw"
+            if op.writes_outside or any(number < self.first for number in op.writes) or not schema.pure:
+                return "writes into memory that was there before"
+        return ""
+
+    def differs(self, tape: Tape) -> str:
+        """Why it is not the same without its checkpoint, as the whole forward shows; empty if it is."""
+        if any(_content(cell) is not content for cell, content in self.cells):
+            return "reads a variable that gets another value after it, so that its second run computes something else"
+        if self.graph is not None and (why := self.graph.differs(tape, range(self.begin, self.end))):
+            return why
+        return ""
+
+
+class _Graph:
+    """The graph that a reentrant part has without its checkpoint. Within one, autograd runs a backward of its own from
+    the ``results`` to the tensors among the arguments, and adds to the gradients of leaves at once.
+
+    ``leaves`` that it uses; ``given``: tensors that it was given, and how many operations use each. ``beyond``: it uses
+    what was computed before, and is no argument.
+    """
+
+    def __init__(self, args: tuple[Any, ...], results: list[torch.Tensor], first: int) -> None:
+        """``first``: the sequence number of the first node that it may have."""
+        arguments = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
+        at = {(t.grad_fn, t.output_nr): k for k, t in enumerate(arguments) if t.grad_fn is not None}
+        self.leaves: dict[int, torch.Tensor] = {}
+        uses: Counter[int] = Counter()
+        self.beyond = not arguments  # then its results have no gradients
+        for function in functions_of([t for t in results if t.requires_grad], first):
+            if (leaf := getattr(function, "variable", None)) is not None:
+                self.leaves[id(leaf)] = leaf
+                continue
+            for following, number in function.next_functions:
+                if following is None or following._sequence_nr() >= first:
+                    continue
+                if (following, number) in at:
+                    uses[at[following, number]] += 1
+                else:
+                    self.beyond = True
+        self.given = [(arguments[k], count) for k, count in uses.items()]
+
+    def differs(self, tape: Tape, within: range) -> str:
+        """Why gradients are others with the checkpoint; empty if they are not. ``within``: the part's operations."""
+        if self.beyond:
+            return "needs the gradients of no tensor that it is given, or of others"
+        shared = [*self.leaves.values(), *(t for t, count in self.given if count > 1)]
+        if any(not readers or not all(k in within for k in readers) for readers in map(tape.readers_of, shared)):
+            return "shares tensors with others, so that gradients are added in another order"
+        return ""
+
+
+def _changed(why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"a part under torch.utils.checkpoint {why}, which it did not in the first call: remove the checkpoint, since "
+        "a plan decides what runs again"
+    )
+
+
+def _cells(function: Any) -> Iterator[Any]:
+    """The variables of functions around it that ``function`` reads."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    yield from getattr(function, "__closure__", None) or ()
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has no value now
+        return None
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether two results are equal, bit for bit, and have gradients alike."""
+    (mine, form), (others, other) = pytree.tree_flatten(ours), pytree.tree_flatten(theirs)
+    return form == other and all(map(_same_leaf, mine, others))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.requires_grad == b.requires_grad and same(a, b)
+    return type(a) is type(b) and bool(a is b or a == b)
+
+
+def _set_states(devices: Iterable[torch.device], states: Iterable[torch.Tensor]) -> None:
+    for device, state in zip(devices, states, strict=True):
+        set_random_state(device, state)
 
 
 _HERE = threading.local()
@@ -106,31 +282,23 @@ def _generator(function: Any, preserves: bool, context: Any, *rest: Any, **kwarg
     if call is None or not torch.is_grad_enabled():
         yield from own
     else:
-        yield from call.run(own, preserves, context is checkpoint.noop_context_fn)
+        yield from call.run(own, function, preserves, context is checkpoint.noop_context_fn)
 
 
-_NAME_IN_REENTRANT = "check_backward_validity"
-_OWN_IN_REENTRANT: Callable[[Any], None] = getattr(checkpoint, _NAME_IN_REENTRANT)
+_NAME_OF_REENTRANT = "CheckpointFunction"
+_OWN_REENTRANT: Any = getattr(checkpoint, _NAME_OF_REENTRANT)
 
 
-def _in_reentrant(inputs: Any) -> None:
-    """In the place of what torch calls in the forward of each reentrant part."""
-    if (call := getattr(_HERE, "call", None)) is not None:
-        call.stay = True
-    _OWN_IN_REENTRANT(inputs)
+class _Reentrant:
+    """In the place of the function of autograd that is a reentrant part. Outside of followed calls it is that."""
 
-
-def _effect(ops: list[Op], first: int, preserves: bool) -> str:
-    """What the operations of a part do whose second run would do more or something else; empty if nothing.
-    ``first``: its first datum. ``preserves``: its second run draws the same numbers.
-    """
-    for op in ops:
-        schema = Schema.of(op.func)
-        if op.draws_from_given or (schema.random and not preserves):
-            return "draws numbers that its second run would not draw"
-        if op.writes_outside or any(number < first for number in op.writes) or not schema.pure:
-            return "writes into memory that was there before"
-    return ""
+    @staticmethod
+    def apply(function: Any, preserves: bool, *args: Any) -> Any:
+        """What the part returns."""
+        call: Unchecked | None = getattr(_HERE, "call", None)
+        if call is None or not torch.is_grad_enabled():
+            return _OWN_REENTRANT.apply(function, preserves, *args)
+        return call.run_reentrant(function, preserves, args)
 
 
 def _numbers() -> tuple[Any, ...]:

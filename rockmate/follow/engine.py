@@ -31,10 +31,11 @@ from rockmate.follow.observed import Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
 from rockmate.follow.plan import FollowedPlan, eager_peak_of, frontier_of
 from rockmate.follow.planned import Planned
+from rockmate.follow.policy import Policy
 from rockmate.follow.problem import problem_of
 from rockmate.follow.record import Slot, form_of_op
 from rockmate.follow.solving import Solving
-from rockmate.follow.tape import Policy, Tape
+from rockmate.follow.tape import Tape
 from rockmate.follow.use import UseOfOutputs
 from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
@@ -114,7 +115,7 @@ class Followed:
             assert isinstance(policy, Observed)
             look.then = partial(self._learn, kind, policy, tape.ops, tape.data, tape.device, missing)
         try:
-            with abandoned(look), unchecked, following(tape, self.front.modes):
+            with abandoned(look), following(tape, self.front.modes), unchecked:
                 result = model._call_impl(*call.args, **call.kwargs)
         except BaseException:
             self.front.terms.steps.undo(turn)

@@ -18,8 +18,9 @@ from rkgb.trace.code import is_the_users
 from rockmate.calls.look import FAILED, LET_GO
 from rockmate.calls.step_look import StepLook
 from rockmate.calls.surroundings import graph_is_retained
+from rockmate.follow.policy import Policy
 from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of_op
-from rockmate.follow.tape import Policy, Tape
+from rockmate.follow.tape import Tape
 
 _NOTHING = "autograd saves nothing in them that a plan could let go, or hooks of saved tensors within forward keep it"
 

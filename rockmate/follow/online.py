@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
+from rockmate.follow.policy import Policy
 from rockmate.follow.record import Datum, Slot, needed_for
-from rockmate.follow.tape import Policy, Tape
+from rockmate.follow.tape import Tape
 
 SLACK = 16
 """When a limit is reached, this part of it is let go at once."""

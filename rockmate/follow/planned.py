@@ -11,9 +11,10 @@ import torch
 from rkgb.storages import alias_of, counter_of
 from rockmate.calls.surroundings import ANOTHER, RETAINED, graph_is_retained, warn_unplanned
 from rockmate.follow.observed import Seen, pack_of, sizes_of
+from rockmate.follow.policy import Policy
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import Datum, OpForm, Slot, form_of_op, needed_for
-from rockmate.follow.tape import Policy, Tape
+from rockmate.follow.tape import Tape
 from solvers import Bwd, Del, Loss, Run, Schedule, Step
 
 

@@ -12,8 +12,8 @@ again, by operation, are those of Dynamic Tensor Rematerialization (Kirisame et 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,43 +28,10 @@ from rkgb.settings import settings
 from rkgb.storages import counter_of, has_memory
 from rkgb.trace.lines import user_line
 from rockmate.follow.noting import Noting, flat
+from rockmate.follow.policy import Policy
 from rockmate.follow.record import Datum, Ledger, Op, Outside, Slot, Wrapped
 from rockmate.follow.reruns import Reruns
 from rockmate.run.slots import changed, form_of, formed
-
-
-class Policy(Protocol):
-    """What is held of a followed forward, and what is made again when."""
-
-    def before(self, tape: Tape, index: int) -> None:
-        """Operation ``index`` comes."""
-
-    def after(self, tape: Tape, index: int, results: Sequence[Any]) -> None:
-        """It has run."""
-
-    def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
-        """Autograd saves ``t``, for which it gets ``slot``."""
-
-    def over(self, tape: Tape) -> None:
-        """The forward has returned."""
-
-    def asked(self, tape: Tape, slot: Slot) -> None:
-        """The backward reads ``slot``, or one within the forward does, while the tape is open."""
-
-    def answered(self, tape: Tape, slot: Slot) -> None:
-        """It has got what ``slot`` refers to."""
-
-    def let_go(self, tape: Tape, datum: Datum) -> None:
-        """One slot of ``datum`` is gone."""
-
-    def keeps(self, tape: Tape, datum: Datum) -> bool:
-        """Whether ``datum``, which cannot be made again, is to be held."""
-
-    def ended(self) -> None:
-        """No slot is left."""
-
-    def followed_by(self, policy: Policy) -> Policy:
-        """What decides from now on, where ``policy`` is to take over."""
 
 
 class Tape(TorchDispatchMode):
@@ -235,6 +202,12 @@ class Tape(TorchDispatchMode):
     def is_exposed(self, key: int, number: int | None) -> bool:
         """Whether other libraries may write into a storage, which is memory of datum ``number``."""
         return key in self._exposed if number is None else self.data[number].exposed
+
+    def readers_of(self, t: torch.Tensor) -> list[int]:
+        """The operations that have read memory of ``t`` since it was written."""
+        key = t.untyped_storage()._cdata
+        number = self.ledger.at.get(key) if self.follows(t) else None
+        return self._readers.get(key, []) if number is None else self.data[number].readers
 
     def follows(self, t: torch.Tensor) -> bool:
         """Whether ``t`` lies in memory that is followed."""

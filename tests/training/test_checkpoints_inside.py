@@ -99,6 +99,10 @@ def in_sequence(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def sharing_a_weight(model: Layers, k: int, x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(model.layers[k](x)) + F.gelu(model.layers[0](x))
+
+
 def selected() -> Any:
     return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
 
@@ -110,6 +114,10 @@ PLAIN: dict[str, tuple[Part, dict[str, Any]]] = {
     "nested": (nested, {}),
     "no draws to keep": (light, {"preserve_rng_state": False}),
     "in sequence": (in_sequence, {}),
+    "reentrant": (light, {"use_reentrant": True}),
+    "reentrant, masks that are kept": (masked, {"use_reentrant": True}),
+    "reentrant, writes inside": (written_inside, {"use_reentrant": True}),
+    "reentrant, nested": (nested, {"use_reentrant": True}),
 }
 AS_THEY_ARE: dict[str, tuple[Part, dict[str, Any]]] = {
     "batch norm": (normed, {}),
@@ -120,7 +128,9 @@ AS_THEY_ARE: dict[str, tuple[Part, dict[str, Any]]] = {
     "a generator": (drawn, {}),
     "Python's numbers": (drawn_by_python, {}),
     "a counter around another": (nested_counted, {}),
-    "reentrant": (light, {"use_reentrant": True}),
+    "reentrant, a counter": (counted, {"use_reentrant": True}),
+    "reentrant, batch norm": (normed, {"use_reentrant": True}),
+    "reentrant, a weight that others share": (sharing_a_weight, {"use_reentrant": True}),
     "selective": (light, {"context_fn": selected}),
 }
 
@@ -181,35 +191,81 @@ def test_other_parts_stay_as_they_are(
 
 
 class Residual(nn.Module):
-    """Reentrant parts of which gradients meet others."""
+    """Reentrant parts of which gradients meet others. ``breaks``: the graph does."""
 
-    def __init__(self, shares: str) -> None:
+    def __init__(self, shares: str, breaks: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
+        self.first, self.breaks = nn.Linear(WIDTH, WIDTH), breaks
+        self.beside = nn.Parameter(torch.ones(WIDTH))
         block = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         self.blocks = [block if shares == "weights" else copy.deepcopy(block) for _ in range(4)]
         self.modules_of_blocks, self.shares = nn.ModuleList(self.blocks), shares
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, found = self.first(x), []
-        for block in self.blocks:
-            x = checkpoint(lambda x, block=block: x + block(x), x, use_reentrant=True)
+        beside = self.beside.tanh()
+        for k, block in enumerate(self.blocks):
+            if self.shares == "a weight with what has no checkpoint":
+                x = x + block[0](x).mean()
+            if self.shares == "what it is not given" and k == 2:
+                x = checkpoint(lambda x, block=block: x + block(x) + beside, x, use_reentrant=True)
+            else:
+                x = checkpoint(lambda x, block=block: x + block(x), x, use_reentrant=True)
             found.append(x)
+            if self.breaks:
+                torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
         return torch.stack(found).sin().sum(0) if self.shares == "results" else x
 
 
-@pytest.mark.parametrize("shares", ["nothing", "results", "weights"])
-def test_reentrant_parts_add_gradients_as_in_eager_mode(shares: str, caplog: pytest.LogCaptureFixture) -> None:
-    eager = Residual(shares)
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(
+    "shares", ["nothing", "results", "weights", "a weight with what has no checkpoint", "what it is not given"]
+)
+def test_reentrant_parts_add_gradients_as_in_eager_mode(
+    shares: str, breaks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    eager = Residual(shares, breaks)
     with caplog.at_level(logging.INFO, "rockmate"):
-        model, handle = planned_by("attach", Residual(shares), "100%", x := randn(128, WIDTH, seed=0))
+        model, _ = planned_by("attach", Residual(shares, breaks), "100%", x := randn(128, WIDTH, seed=0))
         for _ in range(3):  # gradients add up
             for m in (model, eager):
                 m(x).square().mean().backward()
             assert_same(snapshot(model, x), snapshot(eager, x))
-    assert ("is planned as if it did not" in caplog.text) == (shares == "nothing")
-    assert ("that shares tensors" in handle.reason) == (shares != "nothing")
+    alone = shares == "nothing" or (shares == "what it is not given" and not breaks)
+    assert ("is planned as if it did not" in caplog.text) == alone
+
+
+class LateBound(nn.Module):
+    """The second runs of its parts compute with the last layer, since a ``lambda`` reads its variables when it runs."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.breaks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda x: F.gelu(layer(x)), x, use_reentrant=False)  # noqa: B023
+            if self.breaks:
+                torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        return x
+
+
+@pytest.mark.parametrize("way", ["attach", "Rockmate"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_parts_that_read_what_changes_stay_as_they_are(
+    breaks: bool, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    eager = LateBound(breaks)
+    x = randn(128, WIDTH, seed=0)
+    with caplog.at_level(logging.INFO, "rockmate"):
+        model, _ = planned_by(way, LateBound(breaks), "100%", x)
+        for _ in range(3):
+            for m in (model, eager):
+                m(x).square().mean().backward()
+            assert_same(snapshot(model, x), snapshot(eager, x))
+    assert "Some of them stay as they are" in caplog.text
 
 
 class Packing(Layers):
