@@ -171,7 +171,8 @@ def S_to_K(
 def _differentiated(s: S_graph, costs: Sequence[Cost], usage: Usage, missing: frozenset[int]) -> K_graph:
     idle = _idle(s, usage)
     memory = _memory(s, costs, idle)
-    backwards = _backwards(s, costs, usage.root_values(s.d), missing, memory)
+    buffers = GradientBuffers(s, costs, usage, missing)
+    backwards = [_backward(s, i, cost, buffers, memory) for i, cost in reversed([*enumerate(costs)])][::-1]
     held, returned = _until_when(s, usage, idle, memory)
     k = K_graph(
         s,
@@ -291,19 +292,9 @@ def _has_grad(model: torch.nn.Module, key: object) -> bool:
         return False
 
 
-def _backwards(
-    s: S_graph,
-    costs: Sequence[Cost],
-    roots: Sequence[int],
-    missing: frozenset[int],
-    memory: _Memory,
-) -> list[K_backward | None]:
-    """The backward of each node, None where no gradient arrives."""
-    buffers = GradientBuffers(s, costs, roots, missing)
-    backwards: list[K_backward | None] = [None] * len(s.nodes)
-    for i in reversed(range(len(s.nodes))):
-        if costs[i].results:
-            before, peak, after = buffers.backward(i)
-            cost, saved = costs[i], memory.saved_by(s, i)
-            backwards[i] = K_backward(saved, cost.backward_time, before, peak, after, launch=cost.launches[1])
-    return backwards
+def _backward(s: S_graph, i: int, cost: Cost, buffers: GradientBuffers, memory: _Memory) -> K_backward | None:
+    """The backward of node i, which comes next; None where no gradient arrives."""
+    if not cost.results:
+        return None
+    before, peak, after = buffers.backward(i)
+    return K_backward(memory.saved_by(s, i), cost.backward_time, before, peak, after, launch=cost.launches[1])

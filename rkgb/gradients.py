@@ -5,12 +5,14 @@ Source of the rules: ``torch/csrc/autograd/input_buffer.cpp`` and ``functions/ac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from rkgb.cost.measure import Cost
+from rkgb.cost.usage import Usage
 from rkgb.graphs import D_graph, S_graph
 
 
@@ -62,7 +64,7 @@ class GradientBuffers:
     parameter had none before: their own, or a copy of a tensor that is another value's gradient, too.
     """
 
-    def __init__(self, s: S_graph, costs: Sequence[Cost], roots: Sequence[int], missing: frozenset[int]) -> None:
+    def __init__(self, s: S_graph, costs: Sequence[Cost], usage: Usage, missing: frozenset[int]) -> None:
         self.s, self.costs, self.missing = s, costs, missing
         self.size: dict[int, int] = {}  # memory -> bytes
         self.holds: dict[int, int] = {}  # value -> memory
@@ -70,13 +72,17 @@ class GradientBuffers:
         self.holders: dict[int, int] = {}  # memory -> how many values it holds
         self.live = 0  # bytes of all memory that holds something
         self.uses: dict[int, int] = {}  # source -> backwards still to contribute
-        self.views: set[int] = set()  # values whose gradient so far is a view
+        self.views: dict[int, int] = {}  # values whose gradient so far is a view, and bytes that it has if expanded
+        self.viewed: dict[int, int] = {}  # the same of gradients that the node makes, by positions in what it reads
+        for k, expanded in sorted(usage.viewed, reverse=True):  # with what is expanded least at last
+            value = s.d.values[s.d.outputs[k]]
+            self.views[s.d.outputs[k]] = value.bytes // math.prod(value.shape[dim] for dim in expanded)
         self.written = _written_views(s)
         for i, cost in enumerate(costs):
             for v in s.nodes[i].reads if cost.results else ():
                 if v in s.d.sources and s.d.values[v].requires_grad:
                     self.uses[v] = self.uses.get(v, 0) + 1
-        for v in roots:
+        for v in usage.root_values(s.d):
             self._hold(v, self._new(s.d.values[v].bytes))
 
     def _new(self, size: int) -> int:
@@ -119,6 +125,7 @@ class GradientBuffers:
         s, node, cost = self.s, self.s.nodes[i], self.costs[i]
         before = self.live
         came = [self.tensor.get(node.makes[k]) for k in cost.results]
+        self._note_views(node.reads, cost, [self.views.pop(node.makes[k], None) for k in cost.results])
         incoming = [self._release(node.makes[k]) for k in cost.results]
         # Gradients that were measured with, and never come, since their readers have none for what they read.
         absent = sum(s.d.values[node.makes[k]].bytes for k, m in zip(cost.results, incoming, strict=True) if m is None)
@@ -146,6 +153,18 @@ class GradientBuffers:
         after = self.live
         return before, max(peak, before, after), after
 
+    def _note_views(self, reads: Sequence[int], cost: Cost, came: Sequence[int | None]) -> None:
+        """Which gradients of what the node ``reads`` are views: those that were measured so, and incoming ones that are
+        views and are handed on. ``came``: of each incoming one the same as in ``views``, None if it is no view.
+        """
+        self.viewed = {position: self.s.d.values[reads[position]].bytes for position in cost.views}
+        for position, gradient in enumerate(cost.inputs):
+            if gradient is not None and gradient.alias and gradient.shares is not None:
+                kind, k = gradient.shares
+                size = came[k] if kind == "result" else self.viewed.get(k)
+                if size is not None:
+                    self.viewed.setdefault(position, size)
+
     def _arrive(self, i: int, arrived: dict[int, int], tensors: dict[int, object], order: Sequence[int]) -> int:
         """Add what ``arrived``, in the ``order`` of positions. Returns the peak of all gradients (bytes)."""
         peak, node, waiting = 0, self.s.nodes[i], dict(arrived)
@@ -156,14 +175,16 @@ class GradientBuffers:
                 if v in self.written:
                     memory = self._new(self.s.d.storages[self.s.d.values[v].storage].bytes)
                 self._hold(v, memory, tensors[position] if v not in self.written else None)
-                if position in self.costs[i].views:
-                    self.views.add(v)
+                if position in self.viewed:
+                    self.views[v] = self.viewed[position]
                 continue
-            others = {*waiting.values(), memory}
-            if self.holders[first] > 1 or first in others or v in self.views:
-                self._hold(v, self._new(self.s.d.values[v].bytes))
-                self.views.discard(v)
-            peak = max(peak, self._with(others | {first}))
+            others, size = {*waiting.values(), memory}, self.s.d.values[v].bytes
+            expanded = self.views.pop(v, None)
+            if self.holders[first] > 1 or first in others or expanded == size:
+                self._hold(v, self._new(size))
+                expanded = 0
+            # What is expanded counts as if it had its memory, which the sum takes.
+            peak = max(peak, self._with(others | {first}) + (expanded or 0))
         return peak
 
     def _parameters(
@@ -184,13 +205,13 @@ class GradientBuffers:
                     self._hold(v, self._new(size))
                 else:
                     self._hold(v, arrived[position], tensors[position])
-                if position in cost.views:
-                    self.views.add(v)
+                if position in self.viewed:
+                    self.views[v] = self.viewed[position]
             elif v in self.views or self.holders[self.holds[v]] > 1:
                 others = {memory for p, memory in waiting.items() if p != position}
                 peak = max(peak, self._with(others) + 2 * size)
                 self._hold(v, self._new(size))
-                self.views.discard(v)
+                self.views.pop(v, None)
             elif position in arrived and gradient is not None and gradient.sparse:
                 second, first = self.size[arrived[position]], self.size[self.holds[v]]
                 peak = max(peak, self.live + first + 2 * second)

@@ -96,22 +96,22 @@ def make_K(
     """Measure the nodes whose costs are not in ``known``, and make K.
 
     Where ``usage`` does not say how the gradients of the roots lie in memory, figures are for contiguous ones. What
-    others take above these is ``K_backward.extra``.
+    others, and views, take above these is ``K_backward.extra``.
     """
     may_turn = frozenset(k for k in usage.roots if turned_strides(s.d.values[s.d.outputs[k]]))
     open_ = usage.turned is None and may_turn
 
-    def differentiated_for(turned: frozenset[int], start: float, stop: float) -> K_graph:
-        one = dataclasses.replace(usage, turned=turned)
+    def differentiated_for(one: Usage, start: float, stop: float) -> K_graph:
         measured = measure_nodes(
             s, model, inputs, costs, one, known, report=lambda part: report(start + part * (stop - start))
         )
         return S_to_K(s, model, inputs, measured, one, missing)
 
     most = 0.9 if open_ else 1.0  # few nodes see how the gradients of roots lie
-    k = differentiated_for(frozenset() if usage.turned is None else usage.turned & may_turn, 0.0, most)
+    k = differentiated_for(dataclasses.replace(usage, turned=(usage.turned or frozenset()) & may_turn), 0.0, most)
     if open_:
-        k = with_extra(k, differentiated_for(may_turn, most, 1.0))
+        views = frozenset((k, ()) for k in usage.roots)
+        k = with_extra(k, differentiated_for(dataclasses.replace(usage, turned=may_turn, viewed=views), most, 1.0))
     return dataclasses.replace(k, usage=usage)
 
 

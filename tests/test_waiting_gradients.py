@@ -87,3 +87,51 @@ def test_the_gradient_of_a_bias_is_there_while_those_of_its_weight_are_added() -
     train()
     train()
     assert rk.plan.predicted_peak <= measure_peak(train) <= rk.plan.predicted_peak + SCALARS
+
+
+HANDED_ON: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a mean of rows": lambda t: t - t.mean(-1, keepdim=True),
+    "a mean of all": lambda t: t + t.mean(),
+    "a part of itself": lambda t: t + t.mul(0.5).roll(1, 1),
+    "in steps": lambda t: (t + 0).contiguous() + t.mean(1, keepdim=True).expand_as(t),
+}
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda y: y,
+    "flat": lambda y: y.flatten(0, 1),
+    "turned": lambda y: y.transpose(1, 2).contiguous(),
+    "a sum": lambda y: y.sum(0),
+}
+
+
+@pytest.mark.parametrize("behind", [True, False], ids=["a layer behind", "returned"])
+@pytest.mark.parametrize("of_loss", LOSSES)
+@pytest.mark.parametrize("way", HANDED_ON)
+def test_nothing_is_added_in_place_to_a_view_that_is_handed_on(way: str, of_loss: str, behind: bool) -> None:
+    """The gradient that ``sub`` and ``add`` hand on is the one that they get."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 48), nn.Linear(48, 4) if behind else nn.Identity()
+    compute, x = HANDED_ON[way], randn(4, 192, 4, seed=0)
+    weights = LOSSES[of_loss](randn(4, 192, 4 if behind else 48, seed=1))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = first, last
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.last(compute(self.first(x)))
+            return y
+
+    model = Model()
+    rk = Rockmate(model, x, "100%", costs="flops")
+
+    def train() -> None:
+        model.zero_grad()
+        (LOSSES[of_loss](rk(x)) * weights).sum().backward()
+
+    train()
+    train()
+    measured = measure_peak(train)
+    assert measured <= rk.plan.predicted_peak + 2 * SCALARS
+    if of_loss != "a sum":  # whose gradient is expanded, and counted as if it took its memory
+        assert measured >= rk.plan.predicted_peak

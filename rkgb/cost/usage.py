@@ -12,6 +12,9 @@ import torch
 from rkgb.cost.layouts import unless_contiguous
 from rkgb.graphs import D_graph, Value
 
+Expanded = tuple[int, ...]
+"""The dimensions in which a gradient that is a view is expanded, as by a sum."""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -21,13 +24,15 @@ class Usage:
     caller holds until the backward ends; all others are released before the backward starts. ``attached``: held outputs
     whose autograd graph the caller holds, too.
     ``turned``: roots whose gradients are not contiguous, as those of a loss on a transposed view. None: not known yet;
-    a plan must then suffice for both layouts.
+    a plan must then suffice for both layouts. ``viewed``: roots whose gradients are views, as those of a loss on a
+    view: autograd adds nothing to these in place.
     """
 
     roots: tuple[int, ...]
     held: frozenset[int]
     attached: frozenset[int]
     turned: frozenset[int] | None = None
+    viewed: frozenset[tuple[int, Expanded]] = frozenset()
 
     def root_values(self, d: D_graph) -> tuple[int, ...]:
         """The values that are roots."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rkgb.cost.usage import Usage, differentiable, turned_strides
+from rkgb.cost.usage import Expanded, Usage, differentiable, turned_strides
 from rkgb.device import kind_of
 from rkgb.Ktools import K_graph
 from rkgb.probe.contexts import next_number
@@ -46,11 +46,13 @@ _LOOKS = 8
 @dataclass(frozen=True, slots=True)
 class Signs:
     """What the hooks notice of one call: outputs that get gradients; those of them whose gradients are not contiguous;
-    outputs whose memory the caller holds; outputs that it holds as they are; how many nodes the caller's code added to
-    autograd's graph between the phases (-1 if that is not known)."""
+    those whose gradients are views; outputs whose memory the caller holds; outputs that it holds as they are; how many
+    nodes the caller's code added to autograd's graph between the phases (-1 if that is not known).
+    """
 
     reached: tuple[int, ...]
     turned: frozenset[int]
+    viewed: frozenset[tuple[int, Expanded]]
     held: frozenset[int]
     attached: frozenset[int]
     nodes: int
@@ -170,7 +172,8 @@ class Observer:
         self._known.add(signs)
         self._wasted = 0
         self._look, self.news, self.unsure = False, True, False
-        now = Usage(roots, signs.held, signs.attached, signs.turned.intersection(roots))
+        viewed = frozenset(found for found in signs.viewed if found[0] in roots)
+        now = Usage(roots, signs.held, signs.attached, signs.turned.intersection(roots), viewed)
         self.usage = now if self.usage is None else _union(self.usage, now)
         if self.measures and seen is not None:
             peak, level, left = seen
@@ -182,7 +185,8 @@ class Observer:
 
 def _union(a: Usage, b: Usage) -> Usage:
     turned = (a.turned or frozenset()) | (b.turned or frozenset())
-    return Usage(tuple(sorted({*a.roots, *b.roots})), a.held | b.held, a.attached | b.attached, turned)
+    roots = tuple(sorted({*a.roots, *b.roots}))
+    return Usage(roots, a.held | b.held, a.attached | b.attached, turned, a.viewed | b.viewed)
 
 
 class ObservedCall:
@@ -208,7 +212,7 @@ class ObservedCall:
             stored = program.data_of.get(program.s.d.outputs[k]) in program.stored
             if not stored and observer.storages[k] not in observer.saved and t.layout == torch.strided:
                 self.memory[k] = StorageWeakRef(t.untyped_storage())
-        self.reached: dict[int, bool] = {}
+        self.reached: dict[int, tuple[bool, Expanded | None]] = {}  # whether gradients are not contiguous, and views
         self.held: frozenset[int] = frozenset()
         self.attached: frozenset[int] = frozenset()
         self.nodes = -1
@@ -233,7 +237,9 @@ class ObservedCall:
         if torch._C._current_graph_task_id() != self.task:
             self.observer.note_later(k)
         else:
-            self.reached[k] = not gradient.is_contiguous() and 0 not in gradient.stride()
+            expanded = tuple(dim for dim, stride in enumerate(gradient.stride()) if not stride)
+            turned = not (expanded or gradient.is_contiguous())
+            self.reached[k] = turned, expanded if gradient._is_view() else None
 
     @property
     def waits(self) -> bool:
@@ -263,8 +269,9 @@ class ObservedCall:
             self.note(None, None)
 
     def note(self, roots: tuple[int, ...] | None, seen: tuple[int, int, int] | None) -> None:
-        turned = frozenset(k for k, other in self.reached.items() if other) & self.observer.may_turn
-        signs = Signs(tuple(sorted(self.reached)), turned, self.held, self.attached, self.nodes)
+        turned = frozenset(k for k, (turned, _) in self.reached.items() if turned) & self.observer.may_turn
+        viewed = frozenset((k, expanded) for k, (_, expanded) in self.reached.items() if expanded is not None)
+        signs = Signs(tuple(sorted(self.reached)), turned, viewed, self.held, self.attached, self.nodes)
         self.observer.note(signs, roots, seen)
 
     def roots_of(self, ends: Sequence[Any]) -> tuple[int, ...]:
