@@ -300,17 +300,16 @@ def test_equal_groups_are_one_piece() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_masks(p: float) -> None:
-    """Rates are right up to five standard deviations, as a whole, beside each other, and between two seeds."""
-    x = torch.ones(1 << 18)
-    first, second = (seeded_dropout(x, torch.tensor(s, dtype=torch.int32), p) != 0 for s in ([7, 11], [8, 11]))
+    """Rates are right up to five standard deviations, as a whole, between rows of many widths, and between seeds."""
+    x, seeds = torch.ones(1 << 18), [[74, 1 << 29], [91_000_003, 77]]
+    first, second = (seeded_dropout(x, torch.tensor(s, dtype=torch.int32), p) != 0 for s in seeds)
     kept = 1 - p
-    for found, expected in (
-        (first, kept),
-        (first[1:] & first[:-1], kept**2),
-        (first[512:] & first[:-512], kept**2),
-        (first & second, kept**2),
-    ):
+    apart = [1, 2, 64, 512, 768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384, 65536]
+    both = [(first[k:] & first[:-k], kept**2) for k in apart]
+    for found, expected in [(first, kept), *both, (first & second, kept**2)]:
         assert abs(float(found.double().mean()) - expected) < 5 * (expected * (1 - expected) / found.numel()) ** 0.5
-    torch.testing.assert_close(seeded_dropout(x, torch.tensor([7, 11], dtype=torch.int32), p)[first], (x / kept)[first])
-    transposed = seeded_dropout(x.view(512, 512).t(), torch.tensor([7, 11], dtype=torch.int32), p)
+    torch.testing.assert_close(
+        seeded_dropout(x, torch.tensor(seeds[0], dtype=torch.int32), p)[first], (x / kept)[first]
+    )
+    transposed = seeded_dropout(x.view(512, 512).t(), torch.tensor(seeds[0], dtype=torch.int32), p)
     assert torch.equal(transposed != 0, first.view(512, 512))

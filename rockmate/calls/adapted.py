@@ -22,12 +22,11 @@ from rockmate.planning.room import Room
 def adapted(
     runnable: Runnable, last: Runnable | None, model: torch.nn.Module, inputs: list[torch.Tensor], terms: Terms
 ) -> Runnable:
-    """``runnable``, or one for what its observer has seen; warns where a step has exceeded the budget by that.
+    """``runnable``, or one for what its observer has seen.
 
     A plan of least memory, which no plan within the budget was found for, ran for what was supposed: now one for the
-    budget of ``terms`` may be found. If not, raises ``InfeasibleBudgetError``, unless the terms want the least.
-    What the caller holds longer than planned for counts where that fits, and is beside the budget otherwise, which is
-    said.
+    budget of ``terms`` may be found. If none fits what was seen, raises ``InfeasibleBudgetError``. If the terms want
+    the least, it is said; then what the caller holds longer than planned for is beside the budget.
     """
     planner, plan, observer = runnable.planner, runnable.plan, runnable.observer
     if observer is None:
@@ -84,7 +83,7 @@ def _as_observed(
             continue
         if problem is not None and not observer.unsure:
             observer.refused = refused
-            warn(f"{_HELD}{problem}", BudgetWarning)
+            _say(_HELD, problem, terms)
         if found is None:
             return runnable
         return dataclasses.replace(runnable, planner=seen, plan=found, program=program_of(found))
@@ -100,11 +99,16 @@ def _as_observed(
     if budget < plan.budget or observer.unsure or not _asks_for_more(wanted, observer.room, plan):
         return runnable  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
     observer.refused = refused
-    warn(
-        f"the last step took more than the budget, as its loss used the outputs otherwise than planned for: {problem}",
-        BudgetWarning,
-    )
+    assert problem is not None
+    _say(_OTHERWISE, problem, terms)
     return runnable
+
+
+def _say(what: str, problem: InfeasibleBudgetError, terms: Terms) -> None:
+    """Raise ``InfeasibleBudgetError``; if the terms want the least, warn."""
+    if not terms.least:
+        raise InfeasibleBudgetError(f"{what}{problem}", problem.min_budget)
+    warn(f"{what}{problem}", BudgetWarning)
 
 
 def _plan_for(seen: Planner, plan: Plan, budget: int) -> Plan | None:
@@ -113,6 +117,8 @@ def _plan_for(seen: Planner, plan: Plan, budget: int) -> Plan | None:
         return None
     return (seen.kept_plan(plan) if budget == plan.budget else None) or seen.plan(budget)
 
+
+_OTHERWISE = "the last step took more than the budget, as its loss used the outputs otherwise than planned for: "
 
 _HELD = (
     "the last step held outputs until its backward was over that the budget has no room for, so that it may exceed the "

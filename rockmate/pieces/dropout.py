@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 _MOST = (1 << 31) - 1
-_FACTORS = 0x21F0AAAD, 0x735A2D97
+_FACTORS = 0x9E3779B1 - (1 << 32), 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
 
 
 def with_seeds(program: fx.GraphModule, device: torch.device) -> bool:
@@ -42,12 +42,13 @@ def seeded_dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tenso
 
     The number at place k (counted as ``x`` is indexed, whatever its strides) stays if a hash of k and the seed, a whole
     number of 32 bits with a sign, is at least p * 2**32 - 2**31. The hash is Ettinger's ("hash prospector"), which the
-    first number enters before it and the second within it. Products wrap around, as those of all kernels do; a piece
-    whose kernels did not would differ from eager ones, and be refused.
+    first number enters before it and the second within it, of k times a number (Knuth's multiplicative hash): without,
+    places that are 4096 apart depend on each other. Products wrap around, as those of all kernels do; a piece whose
+    kernels did not would differ from eager ones, and be refused.
     """
-    bits = _places(x) ^ seed[0]
-    bits = (bits ^ _shifted(bits, 16)) * _FACTORS[0] + seed[1]
-    bits = (bits ^ _shifted(bits, 15)) * _FACTORS[1]
+    bits = _places(x) * _FACTORS[0] + seed[0]
+    bits = (bits ^ _shifted(bits, 16)) * _FACTORS[1] + seed[1]
+    bits = (bits ^ _shifted(bits, 15)) * _FACTORS[2]
     bits = bits ^ _shifted(bits, 15)
     least = min(round(p * (1 << 32)) - (1 << 31), _MOST)
     return torch.where(bits >= least, x * (1 / (1 - p)), 0.0)
@@ -58,7 +59,7 @@ def _places(x: torch.Tensor) -> torch.Tensor:
     if x.numel() <= _MOST:
         return torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     place = torch.arange(x.numel(), device=x.device).view(x.shape)
-    return ((place & _MOST) ^ ((place >> 31) * _FACTORS[0] & _MOST)).to(torch.int32)
+    return ((place & _MOST) ^ ((place >> 31) * _FACTORS[1] & _MOST)).to(torch.int32)
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:

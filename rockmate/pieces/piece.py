@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.function import once_differentiable
 
 from rkgb.device import KINDS
+from rkgb.errors import UnsupportedError
 from rockmate.pieces.dropout import seeded_dropout
 from rockmate.pieces.judged import Runner, check
 from rockmate.pieces.kernels import Kernel, compiled, form_of, isolated, without_data
@@ -105,7 +105,7 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: Piece, *arguments: Any) -> Any:
         ctx.kernel = kernel = piece.kernel(arguments)
-        ctx.flows = piece.flows
+        ctx.flows, ctx.words = piece.flows, piece.words
         found = kernel.forward([a for a, is_tensor in zip(arguments, kernel.tensors, strict=True) if is_tensor])
         results = tuple(found[: kernel.count])
         ctx.save_for_backward(*found[kernel.count :])
@@ -114,9 +114,13 @@ class _Applied(torch.autograd.Function):
         return results if len(results) > 1 else results[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         kernel: Kernel = ctx.kernel
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"gradients of gradients are wanted (create_graph=True), and a compiled piece ({ctx.words}) has none: "
+                "attach the model without compile=True"
+            )
         given = [g for g, flows in zip(gradients, ctx.flows, strict=True) if flows]
         laid = [g if g.stride() == s else _with_strides(g, s) for g, s in zip(given, kernel.strides, strict=True)]
         found = iter(kernel.backward([*ctx.saved_tensors, *laid]))
