@@ -25,8 +25,9 @@ def adapted(
     """``runnable``, or one for what its observer has seen.
 
     A plan of least memory, which no plan within the budget was found for, ran for what was supposed: now one for the
-    budget of ``terms`` may be found. If none fits what was seen, raises ``InfeasibleBudgetError``. If the terms want
-    the least, it is said; then what the caller holds longer than planned for is beside the budget.
+    budget of ``terms`` may be found. If none fits what the loss was seen to take, raises ``InfeasibleBudgetError``; if
+    the terms want the least, it is said. What the caller holds longer than planned for counts where that fits, and is
+    beside the budget otherwise, which is said.
     """
     planner, plan, observer = runnable.planner, runnable.plan, runnable.observer
     if observer is None:
@@ -83,7 +84,7 @@ def _as_observed(
             continue
         if problem is not None and not observer.unsure:
             observer.refused = refused
-            _say(_HELD, problem, terms)
+            warn(f"{_HELD}{problem}", BudgetWarning)
         if found is None:
             return runnable
         return dataclasses.replace(runnable, planner=seen, plan=found, program=program_of(found))
@@ -100,15 +101,15 @@ def _as_observed(
         return runnable  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
     observer.refused = refused
     assert problem is not None
-    _say(_OTHERWISE, problem, terms)
+    _refuse(problem, terms)
     return runnable
 
 
-def _say(what: str, problem: InfeasibleBudgetError, terms: Terms) -> None:
-    """Raise ``InfeasibleBudgetError``; if the terms want the least, warn."""
+def _refuse(problem: InfeasibleBudgetError, terms: Terms) -> None:
+    """A loss took more than any plan has room for: raise ``InfeasibleBudgetError``, or say so if the least is wanted."""
     if not terms.least:
-        raise InfeasibleBudgetError(f"{what}{problem}", problem.min_budget)
-    warn(f"{what}{problem}", BudgetWarning)
+        raise InfeasibleBudgetError(f"{_OTHERWISE}{problem}", problem.min_budget)
+    warn(f"{_OTHERWISE}{problem}", BudgetWarning)
 
 
 def _plan_for(seen: Planner, plan: Plan, budget: int) -> Plan | None:

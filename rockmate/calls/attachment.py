@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -61,6 +61,9 @@ _SWITCHED_OFF = (
     "by torch.compiler.set_stance to capture nothing new"
 )
 
+MOST_FAILING = 256
+"""Kinds of calls that the model itself refused, of which that is remembered."""
+
 MOST_BEGINNINGS = 4
 """Times that a call is tried as one graph, at most: hooks may be added and removed in every step."""
 
@@ -94,7 +97,7 @@ class Attachment(Handle, OwnCall):
                 return model._call_impl(*args, **kwargs)
         warn_of_saved_hooks()
         call = Call(args, kwargs)
-        key = Look.current and (call_key(call.leaves, call.spec), model.training)
+        key = Look.current and self._kind_of(call)
         try:  # the result is no local variable, since TorchDynamo may hold this frame
             return self._run_beside(model, call, key in self._run_before)
         except LookInTheWay:
@@ -164,6 +167,10 @@ class Attachment(Handle, OwnCall):
             return self._followed.run(model, call)
         if not self.only_plans and (kind := self._roomy.kind(model, call)) is not None:
             return self._roomy.run_own(kind, model, call)
+        if self._failing and not self.only_plans and (failing := self._kind_of(call)) in self._failing:
+            result = self._roomy.held(model, call)
+            self._failing.discard(failing)
+            return result
         try:
             self.inside.ran = False  # whether the capture is over, and what it made runs
             result = self._capture.run(model, call)
@@ -182,9 +189,12 @@ class Attachment(Handle, OwnCall):
             return self._rehearse(model, call)
         return self._begin(partial(self._run_in_its_way, model, call))
 
+    def _kind_of(self, call: Call) -> Hashable:
+        return call_key(call.leaves, call.spec), self.model.training
+
     def _begin(self, run: Callable[[], Any]) -> Any:
         """TorchDynamo captures no one graph of this call: from now on the model's own Python runs, and is followed. If
-        the module itself refuses the call, all stays as it was.
+        the module itself refuses the call, all stays as it was, and such calls are captured again when one succeeds.
         """
         before = self.reason
         assert self._why is not None
@@ -203,6 +213,8 @@ class Attachment(Handle, OwnCall):
             raise
         except Exception:
             self._followed, self._why, self.reason = None, None, before
+            if len(self._failing) < MOST_FAILING:
+                self._failing.add(self._kind_of(self.inside.call))
             raise
         self._capture.clear()
         LOG.info("%s is followed operation by operation: %s", self.name, self.reason)

@@ -66,6 +66,7 @@ class Handle(Front):
         self._refused = self._detached = False
         terms.steps.add(self)
         self._run_before: set[Hashable] = set()  # kinds of calls that ran while another one was looked at
+        self._failing: set[Hashable] = set()  # kinds of calls that the model itself refused
         self._lazy = True  # whether there may be layers that have no sizes yet
 
     # ----------------------------------------------------------------- what users ask

@@ -142,7 +142,7 @@ class RoomyCalls(FreeCalls):
             if (nodes := next_number() - before) > self._nodes[kind]:
                 self._does_more(kind, nodes)
             return result
-        result = self.run_measured(kind, partial(self._held, model, call))
+        result = self.run_measured(kind, partial(self.held, model, call))
         self._nodes[kind] = max(self._nodes[kind], next_number() - before)
         return result
 
@@ -161,10 +161,13 @@ class RoomyCalls(FreeCalls):
         with modes_again(self.front.modes):
             return model._call_impl(*call.args, **call.kwargs)
 
-    def _held(self, model: torch.nn.Module, call: Call) -> Any:
-        """The same, within the budget as far as sizes tell."""
+    def held(self, model: torch.nn.Module, call: Call) -> Any:
+        """What the model returns; its own Python runs, within the budget as far as sizes tell."""
         terms, device = self.front.terms, self.front.device(call.tensors)
-        made = sum(self.front.bytes_of_missing_gradients().values())
-        limit = int(HELD * max(0, self.front.budget - terms.steps.held() - made))
-        with following(Tape(device, Online(limit), lasting_of(model, call)), self.front.modes):
+        budget, made = terms.bytes_known(device), sum(self.front.bytes_of_missing_gradients().values())
+        if budget is None:
+            policy = Online(None, HELD * float(getattr(terms.budget, "share", 1.0)))
+        else:
+            policy = Online(int(HELD * max(0, budget - terms.steps.held() - made)))
+        with following(Tape(device, policy, lasting_of(model, call)), self.front.modes):
             return model._call_impl(*call.args, **call.kwargs)

@@ -30,6 +30,7 @@ from rockmate import (
     measure_step,
 )
 from rockmate.calls import others
+from rockmate.calls.capture import Capture
 from rockmate.demo.gpt import GPT
 
 X = randn(256, 32, seed=1)
@@ -538,3 +539,42 @@ def test_an_input_without_values_is_refused() -> None:
     with pytest.raises(InputError, match="an input is on the meta device, where it has no values: make it on cpu"):
         model(X.to("meta"))
     model(X).sum().backward()
+
+
+class Refusing(nn.Module):
+    """Refuses to compute as long as it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.refuses = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x).tanh()
+        if self.refuses:
+            raise ValueError("not now")
+        return y
+
+
+@pytest.mark.parametrize("budget", ["90%", "200 KiB"])
+def test_a_call_that_fails_again_is_not_captured_again(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[object] = []
+    own = Capture.run
+
+    def run(self: Capture, model: nn.Module, call: Any) -> Any:
+        captured.append(call)
+        return own(self, model, call)
+
+    monkeypatch.setattr(Capture, "run", run)
+    model, eager, x = Refusing(), Refusing(), torch.randn(64, 32)
+    handle = attach(model, budget, costs="flops", cache=False)
+    for _ in range(4):
+        with pytest.raises(ValueError, match="not now"):
+            model(x)
+    assert len(captured) == 1
+    model.refuses = eager.refuses = False
+    for _ in range(3):
+        for m in (model, eager):
+            m(x).square().mean().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
+    assert handle.ran_freely or handle.plan is not None

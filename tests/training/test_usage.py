@@ -295,6 +295,25 @@ def test_a_larger_loss_than_any_plan_has_room_for_is_said() -> None:
         torch.stack([w.square().mean() for w in wide]).sum().backward()
 
     train()
+    for _ in range(2):  # and not once only
+        with pytest.raises(
+            InfeasibleBudgetError, match=r"the last step took more than the budget.*no plan fits"
+        ) as error:
+            train()
+    rk.budget = error.value.min_budget
+    assert_as_predicted(rk, measured(rk, train))
+
+
+def test_of_a_larger_loss_the_least_is_said_where_it_is_wanted() -> None:
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    attach(model, frontier(model, ids, costs="flops").min_budget, costs="flops", on_infeasible="least")
+
+    def train() -> None:
+        y = model(ids)
+        torch.stack([(y * k).square().mean() for k in range(1, 12)]).sum().backward()
+
+    train()
     with pytest.warns(BudgetWarning, match=r"the last step took more than the budget.*no plan fits"):
         train()
 
