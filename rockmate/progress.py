@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -32,8 +33,13 @@ class _Line(tqdm):  # type: ignore[misc]  # tqdm publishes no types
     monitor_interval = 0  # no thread: reports come often enough
 
 
+_HERE = threading.local()
+"""``shown``: the ``Progress`` that this thread is in, if there is one."""
+
+
 class Progress:
-    """A ``Report`` that writes to the terminal; a context that clears the line at its end.
+    """A ``Report`` that writes to the terminal; a context that clears the line at its end. Within another one, as where
+    several sizes are planned, it is a part of what that one shows.
 
     ``show``: True writes at once, wherever standard error goes; False never; None only to a terminal, not where
     ``CI`` is set, and only when planning takes longer than ``DELAY``.
@@ -44,12 +50,20 @@ class Progress:
         self.wanted = terminal if show is None else show
         self.start = time.time()
         self.visible_from = self.start + (DELAY if show is None else 0.0)
-        self.phase = ""
+        self.said = self.phase = ""
         self.line: _Line | None = None
+        self.outer: Progress | None = None
 
     def __call__(self, phase: str, part: float) -> None:
         """Show that ``part`` of ``phase`` is done; raises again what came of Ctrl-C, if that was lost."""
         check()
+        self.said = phase
+        self._show(phase, part)
+
+    def _show(self, phase: str, part: float) -> None:
+        if self.outer is not None:
+            self.outer._show(f"{self.outer.said}, {phase}" if self.outer.said else phase, part)
+            return
         if not self.wanted or time.time() < self.visible_from:
             return
         if self.line is None:
@@ -63,10 +77,12 @@ class Progress:
         self.line.set_description_str(f"{phase:20}")
 
     def __enter__(self) -> Progress:
+        self.outer, _HERE.shown = getattr(_HERE, "shown", None), self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _HERE.shown = self.outer
         if self.line is not None:
             self.line.close()

@@ -114,7 +114,9 @@ class Frontier:
         return budget, percent / 100, self.overhead(budget)
 
     def _knee(self, above: tuple[int, float, float], below: tuple[int, float, float]) -> list[tuple[int, float, float]]:
-        """The row between two that lies lowest under the line between them, if it lies low enough."""
+        """The row between two that lies lowest under the line between them, if it lies low enough, and those between it
+        and the two.
+        """
         rise = (below[2] - above[2]) / (above[1] - below[1]) if above[1] > below[1] else 0.0
         if below[2] - above[2] < KNEE:
             return []
@@ -123,7 +125,8 @@ class Frontier:
         ]
         gains = [(above[2] + rise * (above[1] - share) - overhead, budget) for budget, share, overhead in between]
         gain, budget = max(gains, default=(0.0, 0))
-        return [row for row in between if row[0] == budget and gain >= KNEE]
+        found = [row for row in between if row[0] == budget and gain >= KNEE]
+        return [knee for row in found for knee in (*self._knee(above, row), row, *self._knee(row, below))]
 
     def _rows(self) -> list[tuple[str, str, str]]:
         rows = [("budget", "of eager's peak", "extra time")]

@@ -106,7 +106,7 @@ def _as_observed(
 
 
 def _refuse(problem: InfeasibleBudgetError, terms: Terms) -> None:
-    """A loss took more than any plan has room for: raise ``InfeasibleBudgetError``, or say so if the least is wanted."""
+    """A loss took more than any plan has room for: raise ``InfeasibleBudgetError``; if the least is wanted, warn."""
     if not terms.least:
         raise InfeasibleBudgetError(f"{_OTHERWISE}{problem}", problem.min_budget)
     warn(f"{_OTHERWISE}{problem}", BudgetWarning)

@@ -16,6 +16,8 @@ _TOO_OFTEN = "it was captured too often, as something that its Python reads chan
 
 _MOVE = "move it out of forward, in front of the layers or behind them"
 
+_DRAW = "draw from torch's generators (torch.rand(())), or outside of forward"
+
 _STAY = "leave it there: such a step is planned, and one that takes the derivative outside of forward is not"
 
 _INSTEAD = (
@@ -23,7 +25,14 @@ _INSTEAD = (
     ("Data-dependent branching", "compute both ways and choose with torch.where, or decide outside of forward"),
     ("`torch.compiler.disable()`d", "remove torch.compiler.disable"),
     ("(functools.lru_cache) at", "draw outside of it, and give it the numbers"),
-    ("draws from a random.Random", "draw from torch's generators, or outside of forward"),
+    ("draws from a random.Random", _DRAW),
+    ("does not trace Random.", _DRAW),
+    ("numbers that NumPy draws", _DRAW),
+    ("(Generator)", "draw from torch's own generator, which torch.manual_seed seeds, or outside of forward"),
+    ("(saved_tensors_hooks", "leave it there: such a step is planned, and one within such hooks is not"),
+    ("retain_grad()", "leave it there, or return the tensor and call retain_grad() on it"),
+    ("(fork_rng)", "leave it there, or draw and seed outside of forward"),
+    ("(flags)", "leave it there, or set it around the whole step"),
     ("derivatives are computed inside", _STAY),
     ("torch.autograd.grad", _STAY),
     ("hooks of saved tensors are disabled", _MOVE),
@@ -57,7 +66,7 @@ _INSTEAD = (
 _SETTING = "the line is a library's, so look for a setting of the model, or an argument, with which it does not run"
 _CALLED = re.compile(
     r"(?:trace builtin operator|trace the builtin|Python builtin|not trace function|that the function|trace method)"
-    r" `([\w.]+?)\.?`"
+    r" `(?:<unknown module>\.)?([\w.]+?)\.?`"
 )
 _GIVEN = re.compile(
     r"(?:UserDefinedObjectVariable|GenericContextWrappingVariable|raised exception |<function)[( ]?([\w.]+)"
@@ -65,6 +74,7 @@ _GIVEN = re.compile(
 _SKIPPED = "Attempted to call function marked as skipped"
 _CAUSE = re.compile(r"Caused by: .*# (\S+:\d+) in")
 _VALUES = re.compile("data-dependent expression|PendingUnbackedSymbol")
+_NUMPY = re.compile(r"\b(?:np|numpy)\.random\.")
 _FRAME = re.compile(r'File "(.*?)", line (\d+)[^\n]*(?:\n +(?!File )(.+))?')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -83,7 +93,8 @@ def reason_of(error: Exception) -> str:
     at, library = _lines_in(text.partition("from user code:")[2])
     if _VALUES.search(text):  # which names no variable of the user's
         cause = _CAUSE.search(text)
-        what = _BY_VALUES + (f", in torch's {cause[1]}" if cause and cause[1].startswith("nn/") else "")
+        drawn = "Python decides, or counts, by numbers that NumPy draws" if _NUMPY.search(text) else _BY_VALUES
+        what = drawn + (f", in torch's {cause[1]}" if cause and cause[1].startswith("nn/") else "")
     if " at " not in what:
         what += f" at {at}" * bool(at) + f"{',' * bool(at)} in {library}" * bool(library)
     instead = _SETTING if library else next((advice for part, advice in _INSTEAD if part in what), _MOVE if at else "")

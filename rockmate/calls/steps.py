@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -150,7 +150,7 @@ class Steps:
                 WholeStep(step, turns, ways.device, name, self._say)
         if way is None and isinstance(budget, int) and (waiting := self.waiting()):
             way = self._left(ways, waiting, budget, name)
-        turn = Turn(key, ways, way or ways.alone)
+        turn = Turn(key, ways, way or ways.alone, name)
         turns.append(turn)
         return turn
 
@@ -207,7 +207,7 @@ class Steps:
                 )
         return step.chosen[len(taken)]
 
-    def _left(self, ways: Ways, waiting: Iterable[Turn], budget: int, name: str) -> Way:
+    def _left(self, ways: Ways, waiting: Sequence[Turn], budget: int, name: str) -> Way:
         """The fastest way in what those that wait leave of the budget; if there is none, that of least memory."""
         held = [turn.way.kept_in_forwards for turn in waiting]
         if sum(held) + peak_of(ways.alone) <= budget:
@@ -218,9 +218,11 @@ class Steps:
             if fitting:
                 return min(fitting, key=lambda way: way.time)
         least = min(choices, key=peak_of)
+        names = " and ".join(sorted({name, *(turn.name for turn in waiting)}))
         self._say(
-            f"{name} was called {len(held) + 1} times before a backward. What the calls keep adds up, here to "
-            f"{show_bytes(sum(held) + peak_of(least))}, and the budget of {show_bytes(budget)} is for the whole step. "
+            f"{names} {'were' if ' and ' in names else 'was'} called {len(held) + 1} times before a backward. What the "
+            f"calls keep adds up, here to {show_bytes(sum(held) + peak_of(least))}, and the budget of "
+            f"{show_bytes(budget)} is for the whole step. "
             "The calls of later steps like this one are planned together. Forwards without a backward belong under "
             "torch.no_grad()."
         )

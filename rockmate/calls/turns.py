@@ -124,9 +124,9 @@ class Turn:
     0 before; ``gone``: when it was seen that there will be none.
     """
 
-    def __init__(self, key: Hashable, ways: Ways, way: Way) -> None:
-        """``key``: of the kind of call, with how many calls of the step came before."""
-        self.key, self.ways, self.way = key, ways, way
+    def __init__(self, key: Hashable, ways: Ways, way: Way, name: str) -> None:
+        """``key``: of the kind of call, with how many calls of the step came before. ``name``: of the model."""
+        self.key, self.ways, self.way, self.name = key, ways, way, name
         self.at, self.began, self.gone = next(_CLOCK), 0, 0
         self._graph: weakref.ref[Any] | None = None
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from rkgb.cost.layouts import differentiated, unless_contiguous
 from rkgb.graphs import S_graph
 from rkgb.program import run_node, source_values
-from rockmate import frontier, measure_peak
+from rockmate import Rockmate, frontier, measure_peak
 from rockmate.planning.finder import SCALARS
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
@@ -232,3 +232,23 @@ def test_gradients_of_parameters_that_are_gradients_of_others(how: str, given: b
         start()
         assert planned.plan is not None  # whose loss may take as much as the output once more
         assert planned.plan.predicted_peak - rk(x).nbytes <= peak <= planned.plan.predicted_peak + SCALARS
+
+
+class Shuffled(nn.Module):
+    """``pixel_shuffle`` of five dimensions takes no gradient whose dimensions are turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.LayerNorm(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.pixel_shuffle(self.layers(x), 2)
+
+
+def test_an_operator_that_takes_no_turned_gradient_is_planned() -> None:
+    model, x = Shuffled(), randn(3, 6, 8, 12, 2, seed=0)
+    rk = Rockmate(model, x, frontier(model, x, costs="flops").min_budget, costs="flops", cache=False)
+    for _ in range(2):
+        rk(x).square().mean().backward()
+    assert measure_peak(lambda: rk(x).square().mean().backward()) <= rk.budget
