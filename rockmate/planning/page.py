@@ -85,8 +85,10 @@ def save_memory_html(
     )
     figure.add_hline(y=budget / MIB, line={"dash": "dash", "color": "#b04a4a"}, annotation_text="budget")
     figure.update_layout(
-        title=title,
+        title={"text": title, "font": {"size": 13}, "x": 0.02},
         template="plotly_white",
+        legend={"orientation": "h", "y": -0.2},
+        margin={"l": 50, "r": 20},
         hovermode="closest",
         hoverlabel={"align": "left"},
         bargap=0,
