@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import getitem
 
 from torch import fx
@@ -71,11 +72,13 @@ def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict
         copies[n] = graph.create_node(n.op, n.target, args, kwargs)
     graph.output(tuple(copies[n] for n in outputs))
     wants = tuple(seen[i].grad and not seen[i].number for i in inputs)
-    words = dict.fromkeys(_word(n) for n in members if n in needed and seen[n].work)
+    work = [n for n in members if n in needed and seen[n].work]
+    words = dict.fromkeys(map(_word, work))
     flows = tuple(seen[n].grad for n in outputs)
     where = line_of(next((n for n in members if n in needed and n.meta.get("stack_trace")), members[0]))
     types = frozenset(t for n in members for t in seen[n].types)
-    piece = Piece(fx.GraphModule({}, graph), wants, flows, types, "_".join(list(words)[:MOST_WORDS]), where)
+    name, listed = "_".join(list(words)[:MOST_WORDS]), _listed(work)
+    piece = Piece(fx.GraphModule({}, graph), wants, flows, types, name, where, listed)
     forms = tuple(seen[i].form for i in inputs)
     return Group(tuple(members), tuple(inputs), outputs, known.setdefault((piece.identity, forms), piece))
 
@@ -100,6 +103,12 @@ def _needed(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
 def _word(n: fx.Node) -> str:
     name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
     return name.strip("_")
+
+
+def _listed(work: Sequence[fx.Node]) -> str:
+    """The operations, and behind those of one line of the user's that line."""
+    lines = groupby(work, line_of)
+    return "; ".join(f"{', '.join(map(_word, nodes))}{line}" for line, nodes in lines)
 
 
 def with_pieces(program: fx.GraphModule, order: Sequence[fx.Node], groups: Sequence[Group]) -> fx.GraphModule:

@@ -20,7 +20,7 @@ from rockmate.pieces.kernels import Kernel, compiled, form_of, isolated, without
 class Piece(torch.nn.Module):
     """``body``: a program of tensors and numbers that changes nothing. ``wants``: which of its arguments need a
     gradient; ``flows``: which of its results have one. ``types``: of all that it is given and computes. ``words``: what
-    it does, in short; ``where``: the user's line.
+    it does, in short; ``where``: the user's line; ``listed``: all operations, with the lines of the first such piece.
 
     A second run calls the code that the first has called, so no plan changes a bit.
     """
@@ -33,10 +33,12 @@ class Piece(torch.nn.Module):
         types: frozenset[torch.dtype],
         words: str,
         where: str = "",
+        listed: str = "",
     ) -> None:
         super().__init__()
         self.__dict__["body"] = body
-        self.wants, self.flows, self.types, self.words, self.where = wants, flows, types, words, where
+        self.wants, self.flows, self.types = wants, flows, types
+        self.words, self.where, self.listed = words, where, listed
         self.kernels: dict[Hashable, Kernel] = {}
         self.ahead: dict[Hashable, Kernel] = {}  # compiled, and not yet called
 

@@ -45,10 +45,12 @@ class Pieces:
         return self.waited + sum(piece.seconds for piece in self.pieces)
 
     def __str__(self) -> str:
+        """How many there are, and in a line for each class of compiled ones its operations."""
         count = sum(self.pieces.values())
-        return (
+        said = (
             f"{count + self.eager}, of them compiled: {count}, of {len(self.pieces)} classes, in {self.seconds:.1f} s"
         )
+        return "\n".join([said, *(f"{n} × {piece.listed}" for piece, n in self.pieces.items())])
 
 
 def with_compiled_pieces(

@@ -48,10 +48,10 @@ class Plan(PlanFields):
     ``call``: for which call, in a few words for each input, then the mode: ("x float32[8, 64]", "train", "autocast
     bfloat16"). ``predicted_peak``: bytes. ``predicted_overhead``: as a fraction of the step without recomputation.
     ``setup_seconds``: of each phase that made the plan; "capture" is TorchDynamo's, where the call was captured for it.
-    ``pieces``: of how many groups of light operations kernels were compiled, and in how many seconds; empty if none was
-    to be. ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step takes at least within the budget,
-    whatever runs again (proven for all schedules that ``solvers.walk`` accepts, or for those of
-    ``solvers.whole.whole_graph``'s class where that is higher); None for a plan that was loaded.
+    ``pieces``: of how many groups of light operations kernels were compiled, and in how many seconds, with a line for
+    each class of them; empty if none was to be. ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step
+    takes at least within the budget, whatever runs again (proven for all schedules that ``solvers.walk`` accepts, or
+    for those of ``solvers.whole.whole_graph``'s class where that is higher); None for a plan that was loaded.
     """
 
     call: tuple[str, ...] = ()
@@ -247,14 +247,14 @@ class Plan(PlanFields):
         at = _moment(self.problem, self.schedule[walked.peak_step])
         facts = [
             *facts_of_call(self.call or describe_inputs(self.graph.s)),
-            ("eager's peak", show_bytes(self.eager_peak)),
+            ("keeping everything" if self.pieces else "eager's peak", show_bytes(self.eager_peak)),
             ("budget", show_bytes(self.budget)),
             ("predicted peak", f"{show_bytes(self.predicted_peak)}, {at}"),
             ("predicted overhead", f"{self._overhead()} more time{'' if self.clocks else self._proof()}"),
             *([("bottleneck", str(self.clocks))] if self.clocks else []),
             ("nodes", f"{len(self.problem.nodes)}; runs again: {self.recomputed}"),
             ("blocks", f"{len(self.problem.blocks)}, of them distinct: {kinds}"),
-            *([("pieces", self.pieces)] if self.pieces else []),
+            *(("" if k else "pieces", line) for k, line in enumerate(self.pieces.splitlines())),
             ("found by", self.solver),
             ("set-up", f"{sum(self.setup_seconds.values()):.1f} s: {seconds}"),
             *self._idle_outputs(),

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rockmate
-from rockmate import InputError, Rockmate, measure_peak
+from rockmate import InputError, Rockmate, UnsupportedError, measure_peak
 from rockmate.demo.gpt import GPT
 from rockmate.errors import PieceError
 from rockmate.pieces import inductor, judged
@@ -542,3 +542,23 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 def _quiet() -> Iterator[None]:
     yield
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:backward was called with retain_graph")
+@pytest.mark.parametrize("share", ["100%", "70%"])
+def test_second_derivatives_are_refused(share: str) -> None:
+    """Also where autograd comes to no operation of a piece's backward, or the gradient needs none."""
+    model, x = blocks(0.0, 2), rows()
+    rockmate.attach(model, share, sample=x, costs="flops", cache=False, compile=True)
+    weights = list(model.parameters())
+    with pytest.raises(UnsupportedError, match="gradients of gradients are wanted"):
+        torch.autograd.grad(model(x).square().mean(), weights, create_graph=True)
+    given = x.clone().requires_grad_()
+    with pytest.raises(UnsupportedError, match="attach the model without compile=True"):
+        torch.autograd.grad(model(given).sum(), given, create_graph=True)
+    model(x).square().mean().backward()
+
+
+def test_the_plan_lists_pieces_with_their_lines() -> None:
+    rk = Rockmate(blocks(), rows(), "80%", costs="flops", cache=False, compile=True)
+    assert "× silu, mul at test_compiled.py:" in str(rk.plan)
