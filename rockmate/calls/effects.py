@@ -6,6 +6,7 @@ import collections
 import dis
 import functools
 import gc
+import itertools
 import random
 import re
 from collections.abc import Container, Iterable
@@ -19,6 +20,7 @@ from rkgb.errors import UnsupportedError
 from rkgb.trace.code import is_installed, is_the_users
 from rkgb.trace.lines import named_line
 from rockmate.calls.captured import line_of
+from rockmate.calls.structure import memory_of, writes
 
 
 def check_effects() -> None:
@@ -105,17 +107,24 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
     reads a variable that has another value by then.
     """
     found = [n for n in program.graph.nodes if str(getattr(n.target, "_name", "")) == "tag_activation_checkpoint"]
-    codes = (torch._guards.TracingContext.get().traced_code or ()) if found else ()
-    if late := next(filter(None, map(_late, codes)), ""):
+    codes = [*(torch._guards.TracingContext.get().traced_code or ())] if found else []
+    if late := next(filter(None, (_set_later(codes), *map(_late, codes))), ""):
         raise UnsupportedError(f"the function of a checkpoint reads {late} when it runs again: give it as an argument")
+    effects: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
+    read = {x for n in found for t in (n, *n.users, *n.all_input_nodes) for x in memory_of(t)}
+    for node in program.graph.nodes if found else ():
+        if writes(node) and any(memory_of(t) & read for t in node.all_input_nodes[:1]):
+            raise UnsupportedError(f"what a checkpointed part reads or makes is written afterwards{line_of(node)}")
     for node in found:
         body = getattr(program, str(node.args[0].target))
         calls = [n for g in graphs_within(body) for n in g.graph.nodes if n.op in ("call_function", "call_method")]
         names = [str(getattr(n.target, "__name__", n.target)) for n in calls]
         own = [(t, a) for a in node.all_input_nodes if isinstance(t := a.meta.get("example_value"), torch.Tensor)]
         inputs = [t for t, _ in own if not isinstance(t, torch.nn.Parameter)]
-        if node.kwargs.get("preserve_rng_state") is False and any(_DRAWS.search(name) for name in names):
+        if node.kwargs.get("preserve_rng_state", True) is not True and any(_DRAWS.search(name) for name in names):
             what = "with preserve_rng_state=False, so that its second run draws other numbers"
+        elif effects.tensor_hooks:
+            what = "where a hook is registered, as it may be once more in its second run"
         elif any("batch_norm" in name or (name.endswith("_") and not name.endswith("__")) for name in names):
             what = "that writes, as it does once more in its second run"
         elif node.kwargs.get("use_reentrant") and not any(t.requires_grad for t in inputs):
@@ -128,18 +137,42 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
     return bool(found)
 
 
+def _set_later(codes: Iterable[CodeType]) -> str:
+    """An attribute that forward sets on its module, and another function reads, as a part may; or ""."""
+    steps = {code: list(dis.get_instructions(code)) for code in codes}
+    changed: dict[str, set[CodeType]] = {}
+    for code, found in steps.items():
+        own = code.co_varnames[:1] if not code.co_name.endswith("init__") else ()
+        for before, step in itertools.pairwise(found):
+            if step.opname == "STORE_ATTR" and before.argval in own:
+                changed.setdefault(str(step.argval), set()).add(code)
+    for code, found in steps.items() if changed else ():
+        for step in found:
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and code not in changed.get(step.argval, {code}):
+                return f"the attribute {step.argval}, which forward sets,"
+    return ""
+
+
 def _late(code: CodeType) -> str:
     """A variable of a function that calls checkpoints, which gets other values, and functions within read; or ""."""
-    if not code.co_cellvars or not any("checkpoint" in name for name in (*code.co_names, *code.co_freevars)):
+    if not any("checkpoint" in name for name in (*code.co_names, *code.co_freevars)):
         return ""
     steps = list(dis.get_instructions(code))
     loops = [range(step.argval, step.offset) for step in steps if step.opname.startswith("JUMP_BACKWARD")]
-    for name in code.co_cellvars:
+    within = (x for x in code.co_consts if isinstance(x, CodeType))
+    for name in {*code.co_cellvars, *(name for x in within for name in x.co_names if name in code.co_names)}:
         stored = [step for step in steps if step.opname == "STORE_DEREF" and step.argval == name]
         line = stored[0].positions.lineno if stored and stored[0].positions else 0
-        if len(stored) > 1 or any(step.offset in loop for step in stored for loop in loops):
+        if len(stored) > 1 or any(step.offset in loop for step in stored for loop in loops) or _filled(steps, name):
             return f"{name}, which gets other values at {named_line(code.co_filename, line or code.co_firstlineno)},"
     return ""
+
+
+def _filled(steps: list[dis.Instruction], name: str) -> bool:
+    """Whether a function puts something into the list or dictionary that its variable ``name`` is."""
+    at = [k for k, step in enumerate(steps) if step.opname == "STORE_SUBSCR"]
+    loads = ("LOAD_DEREF", "LOAD_GLOBAL")
+    return any(x.opname in loads and x.argval == name for k in at for x in steps[max(0, k - 3) : k])
 
 
 def graphs_within(program: fx.GraphModule) -> list[fx.GraphModule]:

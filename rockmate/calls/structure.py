@@ -43,10 +43,11 @@ def structure_of(program: fx.GraphModule) -> Hashable:
 
 def may_write(program: fx.GraphModule) -> bool:
     """Whether the program may change what it is given in place."""
-    return any(map(_may_write, program.graph.nodes))
+    return any(map(writes, program.graph.nodes))
 
 
-def _may_write(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Whether an operation may change what it is given in place."""
     if not node.op.startswith("call"):
         return False
     name = str(getattr(node.target, "__name__", node.target))
@@ -61,18 +62,18 @@ def computes_unread(program: fx.GraphModule) -> bool:
     """
     *before, output = program.graph.nodes
     needed = {*output.all_input_nodes}
-    live = {x for n in before if not n.op.startswith("call") or n in needed for x in _memory(n)}
+    live = {x for n in before if not n.op.startswith("call") or n in needed for x in memory_of(n)}
     for node in reversed([n for n in before if n.op.startswith("call")]):
-        read = {x for n in node.all_input_nodes for x in _memory(n)}
-        if node in needed or (_may_write(node) and live & read):
+        read = {x for n in node.all_input_nodes for x in memory_of(n)}
+        if node in needed or (writes(node) and live & read):
             needed.update(node.all_input_nodes)
             live.update(read)
-        elif not read >= _memory(node):
+        elif not read >= memory_of(node):
             return True
     return False
 
 
-def _memory(node: fx.Node) -> set[int]:
+def memory_of(node: fx.Node) -> set[int]:
     """What tells the memory of a node's tensors from others'."""
     return {storage_key(t) for t in tensors_in(node.meta.get("example_value")) if has_memory(t)}
 

@@ -13,32 +13,32 @@ import functools
 import random
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from rkgb.errors import UnsupportedError
-from rkgb.probe.contexts import functions_of, next_number
-from rkgb.program import same
+from rkgb.probe.contexts import next_number
 from rkgb.randomness import random_state, set_random_state, watched_devices
 from rkgb.trees import tensor_leaves
 from rockmate.calls.held import Held
 from rockmate.follow.noting import Schema
+from rockmate.follow.reentrant import PlainGraph, alike
 from rockmate.follow.tape import Tape
 
 
 class CheckpointedParts:
     """The checkpointed parts of one kind of call, in the order in which they come. ``plain``: whether each one runs
-    without its checkpoint.
+    without its checkpoint; ``preserves``: whether its second run drew the same numbers when that was found.
     """
 
     def __init__(self) -> None:
         self.plain: list[bool] = []
+        self.preserves: list[bool] = []
 
 
 class Unchecked:
@@ -77,7 +77,7 @@ class Unchecked:
         part = self._next(function, preserves, usual)
         if part.way == PLAIN:
             yield
-            part.over(self.tape)
+            part.check(self.tape)
         elif part.way == JUDGED:
             with self._judged(part):
                 yield from own
@@ -89,7 +89,7 @@ class Unchecked:
         part = self._next(function, preserves, usual=True)
         if part.way == PLAIN:
             result = part.call(args)
-            part.over(self.tape)
+            part.check(self.tape)
             return result
         if part.way == CHECKPOINTED:
             return _OWN_REENTRANT.apply(function, preserves, *args)
@@ -102,9 +102,9 @@ class Unchecked:
             _set_states(devices, before)
             again = part.call(args)
             _set_states(devices, after)
-            part.end = len(self.tape.ops)
+            part.over(self.tape)
             with torch._C._DisableTorchDispatch():  # no operation of the forward
-                part.alike = _same(again, result)
+                part.alike = alike(again, result)
         return result
 
     def _next(self, function: Any, preserves: bool, usual: bool) -> _Part:
@@ -114,8 +114,9 @@ class Unchecked:
         part = _Part(function, preserves, len(self.tape.ops), len(self.tape.data), usual)
         if number == len(plain):
             plain.append(False)
+            self.parts.preserves.append(preserves)
             part.way = CHECKPOINTED if self._within else JUDGED
-        elif plain[number] and usual and not self._within:
+        elif plain[number] and usual and not self._within and preserves == self.parts.preserves[number]:
             part.way = PLAIN
         self._came.append(part)
         return part
@@ -125,13 +126,16 @@ class Unchecked:
         """While the part runs with its checkpoint for the first time."""
         self._within = True
         try:
-            held, numbers = Held(self.model), _numbers()
+            held, numbers = Held(self.model), (_numbers(), _hooks(self.model))
             yield
         finally:
             self._within = False
-        part.end = len(self.tape.ops)
-        kept = not held.one_way and not held.changed() and numbers == _numbers()
-        part.alike = part.usual and kept and not part.effect(self.tape)
+        part.over(self.tape)
+        kept = not held.one_way and not held.changed() and numbers == (_numbers(), _hooks(self.model))
+        part.alike, part.held = part.usual and kept and not part.effect(self.tape), held
+        within = range(part.begin, part.end)
+        read = (b for b in self.model.buffers() if any(k in within for k in self.tape.readers_of(b)))
+        part.buffers = [(b, b._version) for b in read]
 
 
 CHECKPOINTED, JUDGED, PLAIN = "checkpointed", "judged", "plain"
@@ -139,9 +143,10 @@ CHECKPOINTED, JUDGED, PLAIN = "checkpointed", "judged", "plain"
 
 @dataclass
 class _Part:
-    """One part of a call, from operation ``begin`` to ``end``. ``first``: its first datum. ``way``: it runs with its
-    checkpoint, does so for the first time, or runs without. ``alike``: it may run without. ``graph``: of a reentrant
-    part that ran without.
+    """One part of a call, from operation ``begin`` to ``end``. ``first``: its first datum, ``last``: the one behind its
+    last. ``way``: it runs with its checkpoint, does so for the first time, or runs without. ``alike``: it may run
+    without. ``reruns``: whether each of its operations gave the same again when it was over. ``held``: what Python held
+    then; ``buffers``: that it has read, and their versions. ``graph``: of a reentrant part that ran without.
     """
 
     function: Any
@@ -151,23 +156,32 @@ class _Part:
     usual: bool
     way: str = CHECKPOINTED
     end: int = 0
+    last: int = 0
     alike: bool = False
-    graph: _Graph | None = None
+    reruns: tuple[bool, ...] = ()
+    held: Held | None = None
+    buffers: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    graph: PlainGraph | None = None
     cells: list[tuple[Any, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.cells = [(cell, _content(cell)) for cell in _cells(self.function)]
 
+    def over(self, tape: Tape) -> None:
+        """It has run."""
+        self.end, self.last = len(tape.ops), len(tape.data)
+        self.reruns = tuple(op.reruns for op in tape.ops[self.begin : self.end])
+
     def call(self, args: tuple[Any, ...]) -> Any:
         """What its function returns, with gradients."""
         number = next_number()
         result = self.function(*args)
-        self.graph = _Graph(args, tensor_leaves(result), number)
+        self.graph = PlainGraph(args, tensor_leaves(result), number)
         return result
 
-    def over(self, tape: Tape) -> None:
+    def check(self, tape: Tape) -> None:
         """It ran without its checkpoint. Raises ``UnsupportedError`` where that is not the same."""
-        self.end = len(tape.ops)
+        self.over(tape)
         if why := self.effect(tape):
             raise _changed(why)
 
@@ -183,48 +197,15 @@ class _Part:
 
     def differs(self, tape: Tape) -> str:
         """Why it is not the same without its checkpoint, as the whole forward shows; empty if it is."""
-        if any(_content(cell) is not content for cell, content in self.cells):
-            return "reads a variable that gets another value after it, so that its second run computes something else"
+        if any(not _is_still(cell, content) for cell, content in self.cells) or (self.held and self.held.changed()):
+            return "may read what gets another value after it, so that its second run computes something else"
+        written = any(b._version != then for b, then in self.buffers)
+        if written or self.reruns != tuple(op.reruns for op in tape.ops[self.begin : self.end]):
+            return "reads memory that is written after it"
+        if any(index >= self.end for datum in tape.data[self.first : self.last] for index in datum.writers):
+            return "makes memory that is written after it"
         if self.graph is not None and (why := self.graph.differs(tape, range(self.begin, self.end))):
             return why
-        return ""
-
-
-class _Graph:
-    """The graph that a reentrant part has without its checkpoint. Within one, autograd runs a backward of its own from
-    the ``results`` to the tensors among the arguments, and adds to the gradients of leaves at once.
-
-    ``leaves`` that it uses; ``given``: tensors that it was given, and how many operations use each. ``beyond``: it uses
-    what was computed before, and is no argument.
-    """
-
-    def __init__(self, args: tuple[Any, ...], results: list[torch.Tensor], first: int) -> None:
-        """``first``: the sequence number of the first node that it may have."""
-        arguments = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
-        at = {(t.grad_fn, t.output_nr): k for k, t in enumerate(arguments) if t.grad_fn is not None}
-        self.leaves: dict[int, torch.Tensor] = {}
-        uses: Counter[int] = Counter()
-        self.beyond = not arguments  # then its results have no gradients
-        for function in functions_of([t for t in results if t.requires_grad], first):
-            if (leaf := getattr(function, "variable", None)) is not None:
-                self.leaves[id(leaf)] = leaf
-                continue
-            for following, number in function.next_functions:
-                if following is None or following._sequence_nr() >= first:
-                    continue
-                if (following, number) in at:
-                    uses[at[following, number]] += 1
-                else:
-                    self.beyond = True
-        self.given = [(arguments[k], count) for k, count in uses.items()]
-
-    def differs(self, tape: Tape, within: range) -> str:
-        """Why gradients are others with the checkpoint; empty if they are not. ``within``: the part's operations."""
-        if self.beyond:
-            return "needs the gradients of no tensor that it is given, or of others"
-        shared = [*self.leaves.values(), *(t for t, count in self.given if count > 1)]
-        if any(not readers or not all(k in within for k in readers) for readers in map(tape.readers_of, shared)):
-            return "shares tensors with others, so that gradients are added in another order"
         return ""
 
 
@@ -236,29 +217,37 @@ def _changed(why: str) -> UnsupportedError:
 
 
 def _cells(function: Any) -> Iterator[Any]:
-    """The variables of functions around it that ``function`` reads."""
+    """The variables of functions around it that ``function`` reads, and functions that it has from there."""
     while isinstance(function, functools.partial):
         function = function.func
-    yield from getattr(function, "__closure__", None) or ()
+    cells = getattr(function, "__closure__", None) or ()
+    yield from cells
+    for content in (*(_content(cell)[0] for cell in cells), *(getattr(function, "__defaults__", None) or ())):
+        if isinstance(content, FunctionType) and content is not function:
+            yield from _cells(content)
 
 
-def _content(cell: Any) -> Any:
+def _content(cell: Any) -> tuple[Any, Any]:
+    """What a variable is, and what is in it if it is a list or a dictionary."""
     try:
-        return cell.cell_contents
+        content = cell.cell_contents
     except ValueError:  # it has no value now
-        return None
+        return None, None
+    return content, content.copy() if isinstance(content, (list, dict, set)) else None
 
 
-def _same(ours: Any, theirs: Any) -> bool:
-    """Whether two results are equal, bit for bit, and have gradients alike."""
-    (mine, form), (others, other) = pytree.tree_flatten(ours), pytree.tree_flatten(theirs)
-    return form == other and all(map(_same_leaf, mine, others))
+def _is_still(cell: Any, content: tuple[Any, Any]) -> bool:
+    (now, within), (then, before) = _content(cell), content
+    if now is not then or before is None:
+        return now is then
+    pairs = zip(within, before, strict=False)
+    same = len(within) == len(before) and all(a is b for a, b in pairs)
+    return same and (not isinstance(before, dict) or all(within[k] is v for k, v in before.items()))
 
 
-def _same_leaf(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.requires_grad == b.requires_grad and same(a, b)
-    return type(a) is type(b) and bool(a is b or a == b)
+def _hooks(model: torch.nn.Module) -> int:
+    """How many hooks the parameters have."""
+    return sum(len(p._backward_hooks or ()) for p in model.parameters())
 
 
 def _set_states(devices: Iterable[torch.device], states: Iterable[torch.Tensor]) -> None:

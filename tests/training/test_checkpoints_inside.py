@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
-from rockmate import InfeasibleBudgetError, UnsupportedError, measure_peak
+from rockmate import InfeasibleBudgetError, UnsupportedError, attach, measure_peak
 
 WIDTH, LAYERS = 64, 6
 Part = Callable[["Layers", int, torch.Tensor], torch.Tensor]
@@ -266,6 +266,118 @@ def test_parts_that_read_what_changes_stay_as_they_are(
                 m(x).square().mean().backward()
             assert_same(snapshot(model, x), snapshot(eager, x))
     assert "Some of them stay as they are" in caplog.text
+
+
+STATE = [0]
+
+
+class Later(Layers):
+    """``way``: computes with what its parts read or make, and is another thing when they run again."""
+
+    def __init__(self, way: Callable[[Later, torch.Tensor], torch.Tensor], breaks: bool, reentrant: bool) -> None:
+        super().__init__(light)
+        self.way, self.breaks, self.options = (way,), breaks, {"use_reentrant": reentrant}
+        self.at, self.step = 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        self.step += 1
+        return self.way[0](self, x)
+
+    def scaled(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(layer(x)) * (1 + self.at)
+
+
+def attribute(m: Later, x: torch.Tensor) -> torch.Tensor:
+    for k, layer in enumerate(m.layers):
+        m.at = k
+        x = checkpoint(m.scaled, layer, x, **m.options)
+    return x
+
+
+def variable_of_another(m: Later, x: torch.Tensor) -> torch.Tensor:
+    for layer in m.layers:
+        inner = lambda x: F.gelu(layer(x))  # noqa: B023, E731
+        x = checkpoint(lambda x, inner=inner: inner(x), x, **m.options)
+    return x
+
+
+def in_a_list(m: Later, x: torch.Tensor) -> torch.Tensor:
+    held = [0]
+    for k, layer in enumerate(m.layers):
+        held[0] = k
+        x = checkpoint(lambda x, layer: F.gelu(layer(x)) * (1 + held[0]), x, layer, **m.options)
+    return x
+
+
+def in_a_variable_of_the_file(m: Later, x: torch.Tensor) -> torch.Tensor:
+    for k, layer in enumerate(m.layers):
+        STATE[0] = k
+        x = checkpoint(lambda x, layer: F.gelu(layer(x)) * (1 + STATE[0]), x, layer, **m.options)
+    return x
+
+
+def buffer_written(m: Later, x: torch.Tensor) -> torch.Tensor:
+    for layer in m.layers:
+        x = checkpoint(lambda x, layer: F.gelu(layer(x)) * m.sums, x, layer, **m.options)
+        with torch.no_grad():
+            m.sums.add_(1)
+    return x
+
+
+def buffer_replaced(m: Later, x: torch.Tensor) -> torch.Tensor:
+    for layer in m.layers:
+        x = checkpoint(lambda x, layer: F.gelu(layer(x)) * (1 + m.sums), x, layer, **m.options)
+        m.sums = m.sums + 1
+    return x
+
+
+def result_written(m: Later, x: torch.Tensor) -> torch.Tensor:
+    for layer in m.layers:
+        x = checkpoint(lambda x, layer: torch.sigmoid(layer(x)), x, layer, **m.options)
+        x.mul_(2)
+    return x
+
+
+def hooked(m: Later, x: torch.Tensor) -> torch.Tensor:
+    def part(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+        layer.weight.register_hook(lambda g: g * 1.5)
+        return F.gelu(layer(x))
+
+    for layer in m.layers:
+        x = checkpoint(part, x, layer, **m.options)
+    return x
+
+
+def drawn_again_later(m: Later, x: torch.Tensor) -> torch.Tensor:
+    for layer in m.layers:
+        x = checkpoint(lambda x, layer: F.dropout(layer(x)), x, layer, preserve_rng_state=m.step < 3, **m.options)
+    return x
+
+
+LATER = [
+    *(attribute, variable_of_another, in_a_list, in_a_variable_of_the_file),
+    *(buffer_written, buffer_replaced, result_written, hooked, drawn_again_later),
+]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("way", LATER)
+def test_parts_that_would_compute_otherwise_when_they_run_again(way: Any, breaks: bool, reentrant: bool) -> None:
+    eager, x = Later(way, breaks, reentrant), randn(128, WIDTH, seed=0).requires_grad_()
+    model = copy.deepcopy(eager)
+    attach(model, "100%", costs="flops", cache=False)
+    for step in range(4):
+        found = []
+        for m in (model, eager):
+            torch.manual_seed(step)
+            m.zero_grad()
+            x.grad = None
+            m(x).square().mean().backward()
+            found.append([*snapshot(m, x)])
+        assert_same(*found)
 
 
 class Packing(Layers):
