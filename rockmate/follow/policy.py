@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from rockmate.follow.record import Datum, Slot
 
-if TYPE_CHECKING:
-    from rockmate.follow.tape import Tape
+Tape = Any
+"""``rockmate.follow.tape.Tape``, which has a policy."""
 
 
 class Policy(Protocol):
