@@ -63,10 +63,10 @@ class Unchecked:
         _HERE.call = self._outer
         for number, part in enumerate(self._came if kind is None else ()):
             if part.way == JUDGED:
-                alike = part.alike and not part.differs(self.tape)
-                self.parts.plain[number] |= alike
-                self.found |= alike
-                self.stay |= not alike
+                plain = part.alike and not part.differs(self.tape)
+                self.parts.plain[number] |= plain
+                self.found |= plain
+                self.stay |= not plain
             elif part.way == PLAIN and (why := part.differs(self.tape)):
                 raise _changed(why)
 
@@ -88,7 +88,7 @@ class Unchecked:
         """What a reentrant part returns."""
         part = self._next(function, preserves, usual=True)
         if part.way == PLAIN:
-            result = part.call(args)
+            result = part.call(args, self.tape)
             part.check(self.tape)
             return result
         if part.way == CHECKPOINTED:
@@ -100,7 +100,7 @@ class Unchecked:
         if part.alike:  # as far as Python and what it writes tell; now without the checkpoint, and with gradients
             after = [random_state(d) for d in devices]
             _set_states(devices, before)
-            again = part.call(args)
+            again = part.call(args, self.tape)
             _set_states(devices, after)
             part.over(self.tape)
             with torch._C._DisableTorchDispatch():  # no operation of the forward
@@ -172,11 +172,11 @@ class _Part:
         self.end, self.last = len(tape.ops), len(tape.data)
         self.reruns = tuple(op.reruns for op in tape.ops[self.begin : self.end])
 
-    def call(self, args: tuple[Any, ...]) -> Any:
+    def call(self, args: tuple[Any, ...], tape: Tape) -> Any:
         """What its function returns, with gradients."""
         number = next_number()
         result = self.function(*args)
-        self.graph = PlainGraph(args, tensor_leaves(result), number)
+        self.graph = PlainGraph(args, tensor_leaves(result), number, tape)
         return result
 
     def check(self, tape: Tape) -> None:
@@ -204,7 +204,7 @@ class _Part:
             return "reads memory that is written after it"
         if any(index >= self.end for datum in tape.data[self.first : self.last] for index in datum.writers):
             return "makes memory that is written after it"
-        if self.graph is not None and (why := self.graph.differs(tape, range(self.begin, self.end))):
+        if self.graph is not None and (why := self.graph.differs(range(self.begin, self.end))):
             return why
         return ""
 

@@ -17,41 +17,31 @@ class PlainGraph:
     """The graph that a reentrant part has without its checkpoint. Within one, autograd runs a backward of its own from
     the ``results`` to the tensors among the arguments, and adds to the gradients of leaves at once.
 
-    ``leaves`` that it uses; ``given``: tensors that it was given, and how many operations use each. ``beyond``: it uses
-    what was computed before, and is no argument.
+    ``beyond``: it uses what was computed before, and is no argument. ``readers``: the operations that read each tensor
+    to which it adds more than one gradient, or whose gradient stays.
     """
 
-    def __init__(self, args: tuple[Any, ...], results: list[torch.Tensor], first: int) -> None:
+    def __init__(self, args: tuple[Any, ...], results: list[torch.Tensor], first: int, tape: Tape) -> None:
         """``first``: the sequence number of the first node that it may have."""
         arguments = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
-        given = {id(t) for t in arguments}
-        at = {(t.grad_fn, t.output_nr): k for k, t in enumerate(arguments) if t.grad_fn is not None}
-        self.leaves: dict[int, torch.Tensor] = {}
-        uses: Counter[int] = Counter()
+        at = {(t.grad_fn, t.output_nr): t for t in arguments if t.grad_fn is not None}
+        uses: Counter[tuple[Any, int]] = Counter()
         # Without arguments its results have no gradients; of one that comes twice, gradients are added apart.
-        self.beyond = not arguments or len(given) < len(arguments)
-        leaves: Counter[int] = Counter()
+        self.beyond = not arguments or len({id(t) for t in arguments}) < len(arguments)
+        self.readers: list[list[int]] = []
         for function in functions_of([t for t in results if t.requires_grad], first):
             if (leaf := getattr(function, "variable", None)) is not None:
-                self.leaves[id(leaf)] = leaf
+                self.readers.append(tape.readers_of(leaf))
                 continue
-            for following, number in function.next_functions:
-                leaves[id(getattr(following, "variable", None))] += 1
-                if following is None or following._sequence_nr() >= first:
-                    continue
-                if (following, number) in at:
-                    uses[at[following, number]] += 1
-                else:
-                    self.beyond = True
-        self.given = [(arguments[k], count) for k, count in uses.items()]
-        self.beyond |= any(leaves[key] > 1 for key in given)  # it may be read as a variable, too
+            uses.update((f, k) for f, k in function.next_functions if f is not None and f._sequence_nr() < first)
+        self.beyond |= not uses.keys() <= at.keys()
+        self.readers += [tape.readers_of(at[edge]) for edge, count in uses.items() if count > 1 and edge in at]
 
-    def differs(self, tape: Tape, within: range) -> str:
+    def differs(self, within: range) -> str:
         """Why gradients are others with the checkpoint; empty if they are not. ``within``: the part's operations."""
         if self.beyond:
             return "needs the gradients of no tensor that it is given, or of others"
-        shared = [*self.leaves.values(), *(t for t, count in self.given if count > 1)]
-        if any(not readers or not all(k in within for k in readers) for readers in map(tape.readers_of, shared)):
+        if any(not readers or not all(k in within for k in readers) for readers in self.readers):
             return "shares tensors with others, so that gradients are added in another order"
         return ""
 
