@@ -115,10 +115,8 @@ def make_K(
             k = with_extra(k, differentiated_for(dataclasses.replace(usage, turned=may_turn, viewed=views), most, 1.0))
         except torch.OutOfMemoryError:
             raise
-        except (
-            RuntimeError
-        ):  # an operator takes no such gradient, so that a loss that gives it fails in eager mode, too
-            pass
+        except RuntimeError:
+            pass  # an operator takes no such gradient: a loss that gives it fails in eager mode, too
     return dataclasses.replace(k, usage=usage)
 
 
