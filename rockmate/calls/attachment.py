@@ -148,7 +148,7 @@ class Attachment(Handle, OwnCall):
             self.inside.on = False
 
     def _run(self, model: torch.nn.Module, call: Call) -> Any:
-        self.inside.witnesses, self.inside.call = witnesses(), call
+        self.inside.witnesses, self.inside.call = witnesses(len(self.modes)), call
         try:
             return self._run_in_its_way(model, call)
         except InfeasibleBudgetError as error:  # without the frames of TorchDynamo

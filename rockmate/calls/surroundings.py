@@ -111,16 +111,17 @@ ANOTHER = "a backward of a part of the graph, or a second one, computes again wh
 INSTEAD = "forward computed otherwise than in the call before, after what its plan keeps was let go"
 
 
-def witnesses() -> tuple[Hashable, ...]:
+def witnesses(suspended: int = 0) -> tuple[Hashable, ...]:
     """What is told of each operation now, or of each tensor that autograd saves: hooks of saved tensors, why there may
-    be none, and the number of modes that see every operation.
+    be none, and the number of modes that see every operation, ``suspended`` ones among them.
 
     Under others than at the beginning of a call, which its forward has entered itself, captured graphs have no plan:
     TorchDynamo does not record such contexts, and what the executor runs and saves is not what they are to be told of.
     """
     autograd = torch._C._autograd
     hooks = autograd._top_saved_tensors_default_hooks(True)
-    return hooks, autograd._saved_tensors_hooks_get_disabled_error_message(), torch._C._len_torch_dispatch_stack()
+    modes = torch._C._len_torch_dispatch_stack() + suspended
+    return hooks, autograd._saved_tensors_hooks_get_disabled_error_message(), modes
 
 
 _GIVING_BACK = ("torch.utils.checkpoint.", "torch.autograd.graph.")

@@ -11,14 +11,14 @@ import against_eager
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, step
-from models import SEVERAL, square_loss
+from models import SEVERAL, part_way, square_loss
 from test_ways import X, gradients, net, planned
 from torch import nn
 from torch.nn.modules import module as modules
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
-from rockmate import BudgetWarning, HookError, InputError, Rockmate, attach
+from rockmate import BudgetWarning, HookError, InputError, Rockmate, attach, frontier
 
 # ------------------------------------------------------------------------------------------- compilers
 
@@ -166,6 +166,11 @@ def test_flops_are_counted_around_a_step() -> None:
     eager, planned_, kept = counts[:2], counts[2:4], counts[4:]
     assert kept == eager
     assert planned_[0] >= eager[0]
+    model = net()
+    rk = Rockmate(model, X, part_way(frontier(model, X, costs="flops"), 0.2), costs="flops")
+    with FlopCounterMode(display=False) as counter:
+        step(rk, (X,))
+    assert counter.get_total_flops() > eager[0]  # the plan ran, and not the program as it is
     assert not modules._global_forward_pre_hooks
 
 
