@@ -15,6 +15,7 @@ from gpu_run.peers import backend
 
 PEERS = ("checkpoint, every block", "checkpoint, every second block")
 """Of a dry run."""
+COMPILED = ("compile, every block checkpointed", "compile, activation_memory_budget")
 BUDGETS = (0.1, 0.4, 0.7)
 
 
@@ -24,7 +25,7 @@ def run(ctx: Context) -> None:
 
 
 def _one_model(ctx: Context, name: str, compiled: str = "") -> None:
-    only = PEERS if ctx.dry else ("compile",) if compiled else ()
+    only = PEERS if ctx.dry else COMPILED if compiled else ()
     with tempfile.TemporaryDirectory() as folder:
         scale, rounds = ("tiny", 2) if ctx.dry else ("gpu", 5)
         budgets = BUDGETS if compiled else ()

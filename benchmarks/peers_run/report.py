@@ -103,7 +103,7 @@ def compiled_table(points: Sequence[Point]) -> Iterator[str]:
             own = f"{ours['peak'] / p.eager['peak']:.3f} | {p.compiled[0]} | {p.compiled[1]} | {equality(ours)}"
         yield f"| {p.row['peer']} | {p.share:.3f} | {p.processor} | {own} |"
     if pieces := [ours["pieces"] for _, ours in rows if ours.get("pieces")]:
-        yield from ("", f"Pieces of ours compiled: {pieces[0]}.")
+        yield from ("", f"Pieces: {pieces[0]}.")
     yield ""
 
 
