@@ -57,6 +57,10 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
 HOW = (
     "## How it is measured",
     "",
+    "- **Methods**: `torch.utils.checkpoint` around all blocks, around every second one, or around segments of them;",
+    "  *keeping matrix products* is selective checkpointing. *compile, whole model* is `torch.compile(model)`;",
+    "  *each block on its own* is `torch.compile` of every block's forward (regional compilation);",
+    "  *every block checkpointed* is the model with checkpoints, compiled; *activation_memory_budget* is torch's.",
     "- **Peaks** are exact: every allocation of one step is replayed. Gradients are None before it.",
     "- **Times** are processor time on one thread, as multiples of the eager step just before. Eager mode, the peer",
     "  and Rockmate take turns in several processes. Ranges are quartiles. *Ahead* and *behind* mean that three",
@@ -74,6 +78,8 @@ def not_ahead(points: Sequence[Point]) -> Iterator[str]:
     if not mine:
         yield "In none of these cases."
         return
+    yield "With eager kernels, as by default; compiled settings are [below](#beside-compiled-models) beside both."
+    yield ""
     mine.sort(key=lambda p: (order.index(p.verdict), -(p.beside.middle if p.beside else 0)))
     yield "| model | method | peak | its time | Rockmate's | Rockmate's to its | | why |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -123,7 +129,10 @@ def all_points(points: Sequence[Point]) -> Iterator[str]:
 def all_compiled(points: Sequence[Point]) -> Iterator[str]:
     """What compiles beside both of ours, at the same memory."""
     yield "Peak and time as multiples of eager mode's. Rockmate's budget is the peak, with eager kernels and with"
-    yield "`compile=True`; *to its* is the time of the latter as a multiple of the method's."
+    yield "`compile=True`; *compiled to its* is the time of the latter as a multiple of the method's."
+    if rises := risen(points):
+        yield "`activation_memory_budget` is a share, and no bound. A lower value took more memory than a higher one in"
+        yield f"{', '.join(rises)}."
     yield ""
     yield "| model | method | peak | its time | eager kernels | compiled | compiled to its | |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -131,6 +140,21 @@ def all_compiled(points: Sequence[Point]) -> Iterator[str]:
         own = " | ".join(map(str, p.compiled)) if p.compiled else "none | none"
         start = f"| {p.model} | {p.row['peer']} | {p.share:.2f} | {p.processor} | {p.ours or 'none'} | "
         yield f"{start}{own} | {p.verdict_compiled} |"
+
+
+def risen(points: Sequence[Point]) -> list[str]:
+    """Models in which a lower ``activation_memory_budget`` has a higher peak, with the pair that differs most."""
+    shares: dict[str, list[tuple[float, float]]] = {}
+    for p in points:
+        if p.row["family"].startswith("compile, activation"):
+            shares.setdefault(p.model, []).append((float(p.row["peer"].split()[-1]), p.share))
+    said = []
+    for model, found in shares.items():
+        pairs = [(a, b) for a in found for b in found if a[0] < b[0] and a[1] > b[1] + 0.01]
+        if pairs:
+            (low, more), (high, less) = max(pairs, key=lambda pair: pair[0][1] - pair[1][1])
+            said.append(f"{model} ({low:g}: {more:.2f}, {high:g}: {less:.2f})")
+    return said
 
 
 def missing(results: Mapping[str, Any]) -> Iterator[str]:
