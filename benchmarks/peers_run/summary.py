@@ -46,7 +46,8 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
         f"- **Noise**: {where['processes']} processes of {where['rounds']} steps each, beside other work on the cores.",
         "  A difference of less than 5 % means little.",
         *(
-            f"- **{of}**: measured on another day than the rest, {how['processes']} × {how['rounds']} steps each."
+            f"- **{of}**: measured on another day than the rest, in {how['processes']} × {how['rounds']} steps. "
+            "There a difference of less than 10 % means little."
             for of, how in results.get("added", {}).items()
         ),
         "",
