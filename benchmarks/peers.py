@@ -150,7 +150,7 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help="by name; all by default")
-    parser.add_argument("--peers", nargs="+", default=[], help="families of methods, or how they begin; all by default")
+    parser.add_argument("--peers", nargs="+", default=[], help="how names of methods begin; all by default")
     parser.add_argument("--processes", type=int, default=2, help="in which times are measured")
     parser.add_argument("--rounds", type=int, default=3, help="of interleaved steps in each process")
     parser.add_argument("--budgets", type=float, nargs="*", help="of activation_memory_budget, for all models")

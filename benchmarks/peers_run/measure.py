@@ -37,7 +37,7 @@ CANCELLED = 1e-3
 class Settings:
     """``budgets``: of those of ``activation_memory_budget``, what is compiled with ``backend``. ``cache``: a folder.
 
-    ``only``: how families of methods begin; all if there are none.
+    ``only``: how names of methods begin; all if there are none.
     """
 
     scale: str
@@ -109,7 +109,7 @@ class Bench:
 
     def methods(self) -> list[Method]:
         found = methods(self.entry, self.task, self.settings.backend, self.settings.budgets)
-        return [m for m in found if not self.settings.only or m.family.startswith(tuple(self.settings.only))]
+        return [m for m in found if not self.settings.only or m.name.startswith(tuple(self.settings.only))]
 
     def seconds(self, step: Callable[[], Any]) -> tuple[float, float]:
         """Of the processor and of the clock, in a memory laid out anew; on a device, its own time for both."""
