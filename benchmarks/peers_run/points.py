@@ -80,7 +80,7 @@ class Point:
         reasons = [f"FLOPs {theirs:.2f}, ours {own:.2f}"]
         if compiled:
             also = f"; compiled, ours takes {self.compiled[1]} of its time" if self.compiled else ""
-            reasons.append(f"its kernels are fused, ours are eager mode's{also}")
+            reasons.append(f"its kernels are fused{also}")
         if self.ours.middle - 1 - ours["predicted"] > 0.03:
             reasons.append(f"our plan predicted {1 + ours['predicted']:.2f}, and takes {self.ours.middle:.2f}")
         if self.verdict == EVEN:

@@ -134,6 +134,10 @@ def all_compiled(points: Sequence[Point]) -> Iterator[str]:
     if rises := risen(points):
         yield "`activation_memory_budget` is a share, and no bound. A lower value took more memory than a higher one in"
         yield f"{', '.join(rises)}."
+    if wrong := astray(points):
+        yield "With dropout, it may draw other masks in the backward than in the forward"
+        yield "([pytorch#190758](https://github.com/pytorch/pytorch/issues/190758)), and gradients are wrong:"
+        yield f"{', '.join(wrong)}."
     yield ""
     yield "| model | method | peak | its time | eager kernels | compiled | compiled to its | |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -143,19 +147,31 @@ def all_compiled(points: Sequence[Point]) -> Iterator[str]:
         yield f"{start}{own} | {p.verdict_compiled} |"
 
 
+BUDGETED, WHOLE = "compile, activation_memory_budget", "compile, whole model"
+
+
 def risen(points: Sequence[Point]) -> list[str]:
     """Models in which a lower ``activation_memory_budget`` has a higher peak, with the pair that differs most."""
-    shares: dict[str, list[tuple[float, float]]] = {}
-    for p in points:
-        if p.row["family"].startswith("compile, activation"):
-            shares.setdefault(p.model, []).append((float(p.row["peer"].split()[-1]), p.share))
     said = []
-    for model, found in shares.items():
+    for model in dict.fromkeys(p.model for p in points):
+        mine = [p for p in points if p.model == model and p.row["family"] == BUDGETED]
+        found = [(float(p.row["peer"].split()[-1]), p.share) for p in mine]
         pairs = [(a, b) for a in found for b in found if a[0] < b[0] and a[1] > b[1] + 0.01]
         if pairs:
             (low, more), (high, less) = max(pairs, key=lambda pair: pair[0][1] - pair[1][1])
             said.append(f"{model} ({low:g}: {more:.2f}, {high:g}: {less:.2f})")
     return said
+
+
+def astray(points: Sequence[Point]) -> list[str]:
+    """Where gradients are much further from eager mode's than those of the whole model compiled."""
+    alone = {p.model: p.row["largest_difference"] for p in points if p.row["peer"] == WHOLE}
+    far = [p for p in points if p.row["largest_difference"] > 20 * alone.get(p.model, float("inf"))]
+    return [
+        f"{p.model} {p.row['peer'].split()[-1]} (off by {p.row['largest_difference']:.0e}; the whole model compiled: "
+        f"{alone[p.model]:.0e})"
+        for p in far
+    ]
 
 
 def missing(results: Mapping[str, Any]) -> Iterator[str]:
