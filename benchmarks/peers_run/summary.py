@@ -168,8 +168,8 @@ def astray(points: Sequence[Point]) -> list[str]:
     alone = {p.model: p.row["largest_difference"] for p in points if p.row["peer"] == WHOLE}
     far = [p for p in points if p.row["largest_difference"] > 20 * alone.get(p.model, float("inf"))]
     return [
-        f"{p.model} {p.row['peer'].split()[-1]} (off by {p.row['largest_difference']:.0e}; the whole model compiled: "
-        f"{alone[p.model]:.0e})"
+        f"{p.model} at {p.row['peer'].split()[-1]} (off by {p.row['largest_difference']:.2g} times a parameter's "
+        f"largest, without the setting by {alone[p.model]:.2g})"
         for p in far
     ]
 
