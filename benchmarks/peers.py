@@ -1,6 +1,7 @@
 """At this memory, how much slower? What people use today to save memory, and Rockmate at no more memory.
 
     OMP_NUM_THREADS=1 python benchmarks/peers.py [--models GPT ViT …] [--processes 2] [--rounds 3] [--quick]
+    python benchmarks/peers.py --peers compile  # measures these methods anew; the other results stay
     python benchmarks/peers.py --shares     # adds plans for shares of the activation memory to results that are there
     python benchmarks/peers.py --page       # writes the pages from the results that are there
 
@@ -28,18 +29,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the packages need not be installed
 
-from peers_run.points import broken
+from peers_run.points import broken, budgets_beside, merged
 from peers_run.report import write
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "peers.md"
 QUICK = ("chain of small mixers",)
 QUICK_PEERS = ("checkpoint, every block", "checkpoint_sequential")
-COMPILED = {
-    "GPT": (0.1, 0.4),
-    "nn.Transformer": (0.4,),
-}
-"""The values of ``activation_memory_budget`` that are compiled on a CPU, where one takes minutes: for few models."""
+COMPILED = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""The values of ``activation_memory_budget`` that are compiled on a CPU, where one takes minutes."""
 
 
 def worker(options: argparse.Namespace) -> Any:
@@ -63,7 +61,7 @@ def worker(options: argparse.Namespace) -> Any:
         return shares(settings, asked["model"], asked["known"])
     if "peers" in asked:
         return times(settings, asked["model"], asked["peers"], asked["more"])
-    return bytes_and_flops(settings, asked["model"])
+    return bytes_and_flops(settings, asked["model"], not asked["add"])
 
 
 def run(asked: dict[str, Any], limit: float) -> Any:
@@ -96,7 +94,7 @@ def asked_of(name: str, options: argparse.Namespace, folder: str) -> dict[str, A
         "backend": options.backend,
         "budgets": options.budgets
         if options.budgets is not None
-        else (COMPILED.get(name, ()) if options.device == "cpu" else BUDGETS),
+        else (COMPILED if options.device == "cpu" else BUDGETS),
         "cache": str(Path(folder) / name.replace(" ", "_")),
         "rounds": options.rounds,
         "only": options.peers,
@@ -109,18 +107,28 @@ def shares_of(name: str, options: argparse.Namespace, folder: str, found: dict[s
     return run({**asked_of(name, options, folder), "known": known}, options.limit)
 
 
-def one_model(name: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Bytes first, then times, in processes of their own."""
+def one_model(name: str, options: argparse.Namespace, folder: str, add: bool = False) -> dict[str, Any]:
+    """Bytes first, then times, in processes of their own. ``add``: to what is known of the model."""
     asked = asked_of(name, options, folder)
     start = time.time()
-    found = run(asked, options.limit)
-    peers = {p["peer"]: p["ours"]["budget"] if "peak" in p["ours"] else None for p in found["points"]}
+    found = run({**asked, "add": add}, options.limit)
+    peers = budgets_beside(found["points"])
     more = [row["budget"] for row in found["ours_in_time"] if "peak" in row]
     runs = [run({**asked, "peers": peers, "more": more}, options.limit) for _ in range(options.processes)]
     found["times"] = {key: [[round(t, 5) for t in pair] for r in runs for pair in r[key]] for key in runs[0]}
     found["budgets"] = asked["budgets"]
     found["seconds"] = time.time() - start
     return found
+
+
+def added(name: str, options: argparse.Namespace, folder: str, known: dict[str, Any]) -> dict[str, Any]:
+    """What is ``known`` of a model with some methods measured anew; if that fails, with the reason in their place."""
+    try:
+        found = one_model(name, options, folder, add=True)
+    except RuntimeError as error:
+        why = {"left_out": [{"peer": family, "why": str(error)} for family in options.peers]}
+        found = {"points": [], "times": {}, "budgets": known["budgets"], "seconds": "failed", **why}
+    return merged(known, found, options.peers)
 
 
 def environment(options: argparse.Namespace) -> dict[str, Any]:
@@ -142,7 +150,7 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help="by name; all by default")
-    parser.add_argument("--peers", nargs="+", default=[], help="families of methods; all by default")
+    parser.add_argument("--peers", nargs="+", default=[], help="how names of methods begin; all by default")
     parser.add_argument("--processes", type=int, default=2, help="in which times are measured")
     parser.add_argument("--rounds", type=int, default=3, help="of interleaved steps in each process")
     parser.add_argument("--budgets", type=float, nargs="*", help="of activation_memory_budget, for all models")
@@ -161,7 +169,7 @@ def parsed() -> argparse.Namespace:
     options.why = "" if compiler else "there is no C++ compiler: compiled methods run on eager mode's kernels"
     options.scale = "cpu" if options.device == "cpu" else "gpu"
     if options.quick:
-        options.scale, options.processes, options.rounds, options.peers = "tiny", 1, 2, QUICK_PEERS
+        options.scale, options.processes, options.rounds, options.peers = "tiny", 1, 2, options.peers or QUICK_PEERS
     return options
 
 
@@ -176,7 +184,9 @@ def main() -> int:
     if not options.page:
         from peers_run.models import MODELS
 
-        if not options.shares:
+        if options.peers and "environment" in results:
+            results.setdefault("added", {})[" ".join(options.peers)] = environment(options)
+        elif not options.shares:
             results["environment"] = environment(options)
         with tempfile.TemporaryDirectory() as folder:
             names = options.models or (QUICK if options.quick else MODELS)
@@ -186,6 +196,8 @@ def main() -> int:
                 try:
                     if options.shares:
                         results["models"][name] |= {"shares": shares_of(name, options, folder, results["models"][name])}
+                    elif options.peers and "points" in results["models"].get(name, ()):
+                        results["models"][name] = added(name, options, folder, results["models"][name])
                     else:
                         results["models"][name] = one_model(name, options, folder)
                 except RuntimeError as error:

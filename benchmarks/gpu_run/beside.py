@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peers_run.measure import Settings, bytes_and_flops, times
+from peers_run.points import budgets_beside
 
 from gpu_run.context import Context
 from gpu_run.peers import backend
@@ -30,8 +31,7 @@ def _one_model(ctx: Context, name: str, compiled: str = "") -> None:
         budgets = BUDGETS if compiled else ()
         settings = Settings(scale, ctx.device, backend(ctx.dry), budgets, Path(folder), rounds, only)
         found = bytes_and_flops(settings, name)
-        peers = {p["peer"]: p["ours"]["budget"] if "peak" in p["ours"] else None for p in found["points"]}
-        taken = times(settings, name, peers, ())
+        taken = times(settings, name, budgets_beside(found["points"]), ())
 
     def ratio(key: str) -> float | None:
         return round(statistics.median(t[0] for t in taken[key]), 3) if key in taken else None
@@ -48,4 +48,5 @@ def _one_model(ctx: Context, name: str, compiled: str = "") -> None:
             our_peak_bytes=ours.get("peak"),
             our_time_of_eager=ratio(f"ours: {point['peer']}"),
             equal=ours.get("equal"),
+            **({"our_time_compiled": ratio(f"ours compiled: {point['peer']}")} if compiled else {}),
         )

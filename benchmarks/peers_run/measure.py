@@ -19,7 +19,7 @@ from gpu_run.context import ROOT, load
 import rockmate
 from peers_run.methods import Method, NotApplicable, flops, methods
 from peers_run.models import MODELS, Task
-from peers_run.points import SHARES
+from peers_run.points import SHARES, SIDES
 from rkgb.device import kind_of
 
 Row = dict[str, Any]
@@ -29,12 +29,15 @@ AS_FREE = 1.005
 NEAR = 0.04
 """Of eager mode's peak: budgets that differ by less are not timed both."""
 
+CANCELLED = 1e-3
+"""Of the largest gradient of a model: one whose numbers are all smaller is what rounding leaves, as of a key's bias."""
+
 
 @dataclass(frozen=True)
 class Settings:
     """``budgets``: of those of ``activation_memory_budget``, what is compiled with ``backend``. ``cache``: a folder.
 
-    ``only``: families of methods; all if there are none.
+    ``only``: how names of methods begin; all if there are none.
     """
 
     scale: str
@@ -47,14 +50,44 @@ class Settings:
 
 
 @dataclass
+class Ours:
+    """A copy of the model, attached once; its budget is set before each step. ``compile``: with compiled pieces."""
+
+    bench: Bench
+    compile: bool
+    attachment: rockmate.Attachment | None = None
+    set_up: float | None = None
+
+    def __post_init__(self) -> None:
+        self.model = self.bench.copied()
+
+    def step(self) -> tuple[Any, torch.Tensor]:
+        return self.bench.task.step(self.model)
+
+    def use(self, budget: int) -> None:
+        """Plan for ``budget``, and run a step. Raises ``InfeasibleBudgetError`` and ``PieceError``.
+
+        The first step under a plan makes its program; after two, what the loss takes is known.
+        """
+        start = time.perf_counter()
+        if self.attachment is None:
+            options: Row = {"cache": self.bench.settings.cache, "progress": False, "compile": self.compile}
+            self.attachment = rockmate.attach(self.model, budget, **options)
+        elif self.attachment.budget != budget:
+            self.attachment.budget = budget
+        self.step()
+        if self.set_up is None:
+            self.step()
+            self.set_up = time.perf_counter() - start - 2 * self.bench.seconds(self.bench.eager)[1]
+
+
+@dataclass
 class Bench:
-    """A model, its step in eager mode, and ours: one attachment, whose budget is set before each step."""
+    """A model, its step in eager mode, and ours: with eager kernels, and with compiled pieces."""
 
     settings: Settings
     name: str
     task: Task = field(init=False)
-    attachment: rockmate.Attachment | None = None
-    our_set_up: float | None = None
 
     def __post_init__(self) -> None:
         torch._dynamo.config.recompile_limit = 256  # all methods share the code of the model's classes
@@ -62,7 +95,8 @@ class Bench:
         self.task = self.entry.task(self.settings.scale, self.settings.device)
         for _ in range(2):
             self.eager()
-        self.ours_model = self.copied()
+        self.sides = {side: Ours(self, compiled) for side, compiled in SIDES.items()}
+        self.ours = self.sides["ours"]
 
     def copied(self) -> torch.nn.Module:
         """The same parameters and buffers, in modules that a method can change: where tensors lie costs time."""
@@ -73,27 +107,9 @@ class Bench:
     def eager(self) -> tuple[Any, torch.Tensor]:
         return self.task.step(self.task.model)
 
-    def ours(self) -> tuple[Any, torch.Tensor]:
-        return self.task.step(self.ours_model)
-
     def methods(self) -> list[Method]:
         found = methods(self.entry, self.task, self.settings.backend, self.settings.budgets)
-        return [m for m in found if not self.settings.only or m.family in self.settings.only]
-
-    def use(self, budget: int) -> None:
-        """Plan for ``budget``, and run a step. Raises ``InfeasibleBudgetError``.
-
-        The first step under a plan makes its program; after two, what the loss takes is known.
-        """
-        start = time.perf_counter()
-        if self.attachment is None:
-            self.attachment = rockmate.attach(self.ours_model, budget, cache=self.settings.cache, progress=False)
-        elif self.attachment.budget != budget:
-            self.attachment.budget = budget
-        self.ours()
-        if self.our_set_up is None:
-            self.ours()
-            self.our_set_up = time.perf_counter() - start - 2 * self.seconds(self.eager)[1]
+        return [m for m in found if not self.settings.only or m.name.startswith(tuple(self.settings.only))]
 
     def seconds(self, step: Callable[[], Any]) -> tuple[float, float]:
         """Of the processor and of the clock, in a memory laid out anew; on a device, its own time for both."""
@@ -131,7 +147,8 @@ class Bench:
             grads = {name: p.grad for name, p in model.named_parameters()}
             runs.append(({"loss": loss, **grads}, [b.clone() for b in model.buffers()]))
         (ours, own), (theirs, other) = runs
-        worst = max(difference(ours[name], theirs[name]) for name in ours)
+        floor = CANCELLED * max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+        worst = max(difference(ours[name], theirs[name], floor) for name in ours)
         return {
             "equal": all(same(ours[name], theirs[name]) for name in ours),
             "buffers_equal": all(map(same, own, other)),
@@ -143,18 +160,20 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
-def difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """Relative to the largest value of ``a``; infinite where one has no gradient."""
+def difference(a: torch.Tensor | None, b: torch.Tensor | None, floor: float) -> float:
+    """Relative to the largest value of ``a``, or to ``floor``; infinite where one has no gradient."""
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
-    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))
+    return float((a - b).abs().max() / a.abs().max().clamp_min(floor))
 
 
 # ------------------------------------------------------------------------------------------------ bytes and FLOPs
 
 
-def bytes_and_flops(settings: Settings, name: str) -> Row:
-    """Every method once, and ours at its peak; then budgets at which ours should take no more time than each."""
+def bytes_and_flops(settings: Settings, name: str, alone: bool = True) -> Row:
+    """Every method once, and ours at its peak; beside what compiles, ours compiled too. Unless that is to be added to
+    what is known: budgets at which ours should take no more time than each, the frontier and ``of_shares``.
+    """
     bench = Bench(settings, name)
     eager = {"peak": bench.peak(bench.eager), "flops": flops(bench.eager)}
     found: Row = {"parameters": sum(p.numel() for p in bench.task.model.parameters()), "eager": eager}
@@ -168,11 +187,13 @@ def bytes_and_flops(settings: Settings, name: str) -> Row:
             left_out.append({"peer": method.name, "why": said(error)})
     points[:] = best_of_families(points, left_out)
     for point in points:
-        point["ours"] = at_budget(bench, point["peak"])
-    found["our_set_up_seconds"] = bench.our_set_up
-    found["ours_in_time"] = budgets_in_time(bench, found) if bench.our_set_up else []
-    if bench.attachment and bench.our_set_up:
-        curve = bench.attachment.frontier()
+        for side, ours in bench.sides.items():
+            if point["family"].startswith("compile") or not ours.compile:
+                point[side] = at_budget(ours, point["peak"])
+    found["our_set_up_seconds"], found["ours_in_time"] = bench.ours.set_up, []
+    if alone and bench.ours.attachment and bench.ours.set_up:
+        found["ours_in_time"] = budgets_in_time(bench.ours, found)
+        curve = bench.ours.attachment.frontier()
         found["frontier"] = {"least": curve.min_budget, "most": curve.max_budget, "points": thinned(curve.points)}
         found["shares"] = of_shares(bench, found)
     return found
@@ -193,10 +214,10 @@ def of_shares(bench: Bench, found: Row) -> Row:
 def within(bench: Bench, budget: int) -> Row | None:
     """The plan for ``budget`` bytes, and the bound of all schedules."""
     try:
-        bench.use(budget)
+        bench.ours.use(budget)
     except rockmate.InfeasibleBudgetError:
         return None
-    plan = bench.attachment.plan if bench.attachment else None
+    plan = bench.ours.attachment.plan if bench.ours.attachment else None
     if plan is None:
         return {"budget": budget, "overhead": 0.0, "bound": 0.0}
     eager = plan.problem.eager_time
@@ -234,35 +255,37 @@ def best_of_families(points: list[Row], left_out: list[Row]) -> list[Row]:
     return kept
 
 
-def at_budget(bench: Bench, budget: int) -> Row:
+def at_budget(ours: Ours, budget: int) -> Row:
     """Ours within ``budget``: or why there is none."""
-    start = time.perf_counter()
+    bench, start = ours.bench, time.perf_counter()
     try:
-        bench.use(budget)
+        ours.use(budget)
     except rockmate.InfeasibleBudgetError as error:
         return {"budget": budget, "least": error.min_budget}
-    seconds = time.perf_counter() - start - bench.seconds(bench.ours)[1]
-    plan = bench.attachment.plan if bench.attachment else None
-    row: Row = {"budget": budget, "peak": bench.peak(bench.ours), "plan_seconds": seconds}
+    except rockmate.PieceError as error:
+        return {"budget": budget, "why": said(error)}
+    seconds = time.perf_counter() - start - bench.seconds(ours.step)[1]
+    plan = ours.attachment.plan if ours.attachment else None
+    row: Row = {"budget": budget, "peak": bench.peak(ours.step), "plan_seconds": seconds}
     row["predicted"] = plan.predicted_overhead if plan is not None else 0.0
-    row |= bench.compared(bench.ours)
-    row["flops"] = flops(bench.ours)
+    row |= bench.compared(ours.step) | ({"pieces": plan and plan.pieces} if ours.compile else {})
+    row["flops"] = flops(ours.step)
     row["within"] = row["peak"] <= budget
     return row
 
 
-def budgets_in_time(bench: Bench, found: Row) -> list[Row]:
+def budgets_in_time(ours: Ours, found: Row) -> list[Row]:
     """For each peer the smallest budget whose predicted time is no more than its own, by the first look at it."""
-    assert bench.attachment is not None
+    assert ours.attachment is not None
     known = [p["ours"]["budget"] for p in found["points"]]
-    curve = bench.attachment.frontier()
+    curve = ours.attachment.frontier()
     rows = []
     for point in found["points"]:
         enough = [b for b, overhead in curve.points if 1 + overhead <= max(AS_FREE, point["first_look"])]
         budget = min(enough, default=curve.max_budget)
         if all(abs(budget - b) > NEAR * found["eager"]["peak"] for b in known):
             known.append(budget)
-            rows.append(at_budget(bench, budget))
+            rows.append(at_budget(ours, budget))
     return rows
 
 
@@ -282,11 +305,11 @@ def said(error: Exception) -> str:
 # ------------------------------------------------------------------------------------------------------- times
 
 
-def times(settings: Settings, name: str, peers: Mapping[str, int | None], more: Sequence[int]) -> Row:
-    """Interleaved steps. ``peers``: with the budget of ours beside it, None where there is none; ``more``: budgets.
+def times(settings: Settings, name: str, peers: Mapping[str, Mapping[str, int]], more: Sequence[int]) -> Row:
+    """Interleaved steps. ``peers``: with the budgets of ours beside it, by ``SIDES``; ``more``: budgets.
 
-    Returns lists of (processor, clock): for each peer, for ours beside it ("ours: PEER") and at the other budgets
-    ("ours: BUDGET") as ratios to the eager step before them, for "eager" in seconds.
+    Returns lists of (processor, clock): for each peer, for ours beside it ("ours: PEER", "ours compiled: PEER") and at
+    the other budgets ("ours: BUDGET") as ratios to the eager step before them, for "eager" in seconds.
     """
     bench = Bench(settings, name)
     random.seed()
@@ -297,9 +320,10 @@ def times(settings: Settings, name: str, peers: Mapping[str, int | None], more: 
     for step in steps.values():
         for _ in range(2):
             step()
+    rows = [*peers.items(), *((None, {"ours": b}) for b in more)]
     # The largest first: until a step was seen, plans leave more room for the loss.
-    for budget in sorted({b for b in peers.values() if b is not None} | set(more), reverse=True):
-        bench.use(budget)
+    for side, budget in sorted({pair for _, beside in rows for pair in beside.items()}, key=lambda p: -p[1]):
+        bench.sides[side].use(budget)
     found: dict[str, list[tuple[float, ...]]] = {}
 
     def timed(key: str, step: Callable[[], Any], base: tuple[float, float]) -> None:
@@ -307,14 +331,13 @@ def times(settings: Settings, name: str, peers: Mapping[str, int | None], more: 
         found.setdefault(key, []).append(tuple(t / b for t, b in zip(taken, base, strict=True)))
 
     for k in range(settings.rounds):
-        for peer, budget in [*peers.items(), *((None, b) for b in more)]:
+        for peer, budgets in rows:
             base = bench.seconds(bench.eager)
             found.setdefault("eager", []).append(base)
-            turns = [(peer, None), (None, budget)][:: -1 if k % 2 else 1]
-            for who, bytes_ in turns:
-                if who is not None:
+            for who in [*([peer] if peer else []), *budgets][:: -1 if k % 2 else 1]:
+                if who == peer:
                     timed(who, steps[who], base)
-                elif bytes_ is not None:
-                    bench.use(bytes_)
-                    timed(f"ours: {peer or bytes_}", bench.ours, base)
+                else:
+                    bench.sides[who].use(budgets[who])
+                    timed(f"{who}: {peer or budgets[who]}", bench.sides[who].step, base)
     return found

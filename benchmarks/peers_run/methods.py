@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
 from gpu_run.peers import around, budgeted, policy
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
@@ -75,10 +77,20 @@ def sequentials(model: nn.Module) -> Iterator[Method]:
 
 
 def compiled(found: Callable[[nn.Module], list[nn.Module]], backend: str, budgets: Sequence[float]) -> Iterator[Method]:
-    """Whole models compiled, with checkpoints around blocks, and under each of ``budgets``."""
+    """Whole models compiled, alone and with checkpoints around blocks, blocks on their own, and under ``budgets``."""
     if not budgets:
-        yield one("torch.compile", not_compiled)
+        yield one("compile", not_compiled)
         return
+    yield one(
+        "compile, whole model",
+        lambda m: budgeted(m, 1.0, backend),
+        lambda m, step: flops(partial(step, m)),
+    )
+    yield one(
+        "compile, each block on its own",
+        lambda m: around(m, found(m), partial(torch.compile, backend=backend, dynamic=False)),
+        lambda m, step: flops(partial(step, m)),
+    )
     yield one(
         "compile, every block checkpointed",
         lambda m: budgeted(around(m, found(m), checkpointed), 1.0, backend),
@@ -96,6 +108,12 @@ def flops(step: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
+class OneModule(nullcontext[None]):
+    """All operations are of the whole model."""
+
+    parents = frozenset({"Global"})
+
+
 class Inside:
     """Counts FLOPs within compiled graphs: from outside, TorchDynamo would not run them."""
 
@@ -104,6 +122,7 @@ class Inside:
 
     def __enter__(self) -> None:
         self.counter = FlopCounterMode(display=False)
+        self.counter.mod_tracker = OneModule()  # torch's asks what a graph returns for gradient functions
         self.counter.__enter__()
 
     def __exit__(self, *error: Any) -> None:

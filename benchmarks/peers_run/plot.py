@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ COLORS = {"checkpoint": "#b04a4a", "compile": "#5b7f3f", "gradient": "#8b6bb1"}
 MARKERS = "osD^vP*X<>hpd"
 
 
-def plot(found: Row, points: Sequence[Point], ours: Sequence[Row], path: Path) -> None:
-    """An SVG that is the same for the same results; nothing where matplotlib is missing."""
+def plot(found: Row, points: Sequence[Point], ours: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """An SVG that is the same for the same results; nothing where matplotlib is missing. ``ours``: by ``SIDES``."""
     try:
         import matplotlib
     except ImportError:
@@ -30,9 +30,10 @@ def plot(found: Row, points: Sequence[Point], ours: Sequence[Row], path: Path) -
         if curve := found.get("frontier"):
             x, y = zip(*((b / peak, 1 + o) for b, o in curve["points"]), strict=True)
             axes.plot(x, y, ":", color="#4a78b0", label="Rockmate, predicted")
-        if ours:
-            x, middle, low, high = zip(*sorted(our_point(row, peak) for row in ours), strict=True)
-            axes.errorbar(x, middle, (low, high), fmt=".-", color="#4a78b0", capsize=2, label="Rockmate, measured")
+        for side, label, form in (("ours", "measured", ".-"), ("ours compiled", "compiled, measured", ".--")):
+            if ours[side]:
+                x, middle, low, high = zip(*sorted(our_point(row, peak) for row in ours[side]), strict=True)
+                axes.errorbar(x, middle, (low, high), fmt=form, color="#4a78b0", capsize=2, label=f"Rockmate, {label}")
         for k, p in enumerate(points):
             color = COLORS.get(p.row["peer"].partition(",")[0].partition("_")[0], "#777777")
             t = p.processor

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peers_run.plot import plot
-from peers_run.points import MIB, Point, Row, all_ours, points_of, spread
+from peers_run.points import MIB, SIDES, Point, Row, all_ours, points_of, spread
 from peers_run.summary import summary
 
 
@@ -27,9 +27,9 @@ def write(results: Mapping[str, Any], folder: Path, page: Path) -> None:
             continue
         points = points_of(name, found)
         file = plots / f"{name.lower().replace(' ', '-').replace('.', '-')}.svg"
-        plot(found, points, all_ours(found), file)
+        plot(found, points, {side: all_ours(found, side) for side in SIDES}, file)
         lines += [*about(found), "", *table(points), "", f"![time against memory](peers/{file.name})", ""]
-        lines += [*left_out(found), ""]
+        lines += [*compiled_table(points), *left_out(found), ""]
     (folder / "peers.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf8")
     page.write_text("\n".join(summary(results)).rstrip() + "\n", encoding="utf8")
 
@@ -43,9 +43,12 @@ ABOUT_TABLES = (
     "  *Wall*: of the clock. *Ours to the peer*: the same ratio of neighbouring steps.",
     "- *At no more memory*: Rockmate's budget is the peer's peak. *At no more time*: the least peak of all plans of",
     "  ours that were timed and take no more time than the peer.",
-    "- *Set-up*: seconds of the clock that the first step takes more than a later one.",
+    "- *Set-up*: seconds of the clock that the first step takes more than a later one. What compiles finds the kernels",
+    "  that it shares with the methods before it in Inductor's cache.",
     "- *Equal*: the peer's gradients and running statistics are eager mode's, bit for bit; else what differs, and how",
-    "  much at most, of the largest gradient of a parameter. Compiled dropout draws other random numbers.",
+    "  much at most, of the largest gradient of a parameter, or of a thousandth of the largest of all if that is more.",
+    "  Compiled dropout draws other random numbers.",
+    "- *Ours compiled*: a plan with compiled pieces (`compile=True`), beside what compiles only.",
 )
 
 
@@ -86,6 +89,23 @@ def table(points: Sequence[Point]) -> Iterator[str]:
             f"| {row['peer']} | {p.share:.3f} | {row['flops'] / eager['flops']:.3f} | {p.processor} | "
             f"{p.wall.middle:.2f} | {own}{least} | {row['set_up_seconds']:.1f} s | {equality(row)} |"
         )
+
+
+def compiled_table(points: Sequence[Point]) -> Iterator[str]:
+    """What compiles beside ours compiled, one row a peer; nothing where there is none."""
+    rows = [(p, p.row["ours compiled"]) for p in points if "ours compiled" in p.row]
+    if not rows:
+        return
+    yield "| peer | peak | time | ours compiled: peak | time | ours compiled to the peer | differs from eager mode |"
+    yield "|" + "---|" * 7
+    for p, ours in rows:
+        own = f"{ours.get('why', 'out of reach')} | | | "
+        if p.compiled is not None:
+            own = f"{ours['peak'] / p.eager['peak']:.3f} | {p.compiled[0]} | {p.compiled[1]} | {equality(ours)}"
+        yield f"| {p.row['peer']} | {p.share:.3f} | {p.processor} | {own} |"
+    if pieces := [ours["pieces"] for _, ours in rows if ours.get("pieces")]:
+        yield from ("", f"Pieces: {pieces[0]}.")
+    yield ""
 
 
 def equality(row: Row) -> str:

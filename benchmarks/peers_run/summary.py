@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from peers_run.points import AHEAD, BEHIND, EVEN, OUT_OF_REACH, SHARES, Point, b
 def summary(results: Mapping[str, Any]) -> Iterator[str]:
     """What a reader wants to know first: where the others are better."""
     points = [p for name, found in results["models"].items() for p in points_of(name, found)]
-    count = {v: sum(p.verdict == v for p in points) for v in (AHEAD, EVEN, BEHIND, OUT_OF_REACH)}
+    beside = [p for p in points if "ours compiled" in p.row]
+    count, also = Counter(p.verdict for p in points), Counter(p.verdict_compiled for p in beside)
     yield from ("# At this memory, how much slower?", "")
     wrong = broken(results)
     if wrong:
@@ -24,10 +26,17 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
         "for so little."
     )
     if not wrong:
-        yield "Its gradients are eager mode's in every bit, and every peak is within the budget."
+        yield "With eager kernels its gradients are eager mode's in every bit. Every peak is within the budget."
+    if beside:
+        yield (
+            f"{len(beside)} of the settings compile the model. With `compile=True`, Rockmate takes less time in "
+            f"**{also[AHEAD]}** of them, as much in **{also[EVEN]}** and more in **{also[BEHIND]}**; in "
+            f"**{also[OUT_OF_REACH]}** it has no such plan."
+        )
     yield from ("", "This page is written by the program, from [peers.json](../benchmarks/results/peers.json):", "")
     yield from ("```sh", "python benchmarks/peers.py", "```", "")
     yield from ("## Where Rockmate is not ahead", "", *not_ahead(points), "")
+    yield from ("## Beside compiled models", "", *all_compiled(beside), "")
     yield from ("## Models", "", *all_points(points), "")
     yield from ("## How little memory", "", *how_little(results), "")
     yield from ("## What is missing", "", *missing(results), "")
@@ -36,6 +45,11 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
     yield from (
         f"- **Noise**: {where['processes']} processes of {where['rounds']} steps each, beside other work on the cores.",
         "  A difference of less than 5 % means little.",
+        *(
+            f"- **{of}**: measured on another day than the rest, in {how['processes']} × {how['rounds']} steps. "
+            "There a difference of less than 10 % means little."
+            for of, how in results.get("added", {}).items()
+        ),
         "",
         "All figures of all models, with plots: [peers.md](../benchmarks/results/peers.md).",
     )
@@ -44,6 +58,10 @@ def summary(results: Mapping[str, Any]) -> Iterator[str]:
 HOW = (
     "## How it is measured",
     "",
+    "- **Methods**: `torch.utils.checkpoint` around all blocks, around every second one, or around segments of them;",
+    "  *keeping matrix products* is selective checkpointing. *compile, whole model* is `torch.compile(model)`;",
+    "  *each block on its own* is `torch.compile` of every block's forward (regional compilation);",
+    "  *every block checkpointed* is the model with checkpoints, compiled; *activation_memory_budget* is torch's.",
     "- **Peaks** are exact: every allocation of one step is replayed. Gradients are None before it.",
     "- **Times** are processor time on one thread, as multiples of the eager step just before. Eager mode, the peer",
     "  and Rockmate take turns in several processes. Ranges are quartiles. *Ahead* and *behind* mean that three",
@@ -61,6 +79,8 @@ def not_ahead(points: Sequence[Point]) -> Iterator[str]:
     if not mine:
         yield "In none of these cases."
         return
+    yield "With eager kernels, as by default; compiled settings are [below](#beside-compiled-models) beside both."
+    yield ""
     mine.sort(key=lambda p: (order.index(p.verdict), -(p.beside.middle if p.beside else 0)))
     yield "| model | method | peak | its time | Rockmate's | Rockmate's to its | | why |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -107,6 +127,53 @@ def all_points(points: Sequence[Point]) -> Iterator[str]:
         yield f"| {p.model} | {p.row['peer']} | {p.share:.2f} | {p.processor} | {ours} | {p.verdict} | {least} |"
 
 
+def all_compiled(points: Sequence[Point]) -> Iterator[str]:
+    """What compiles beside both of ours, at the same memory."""
+    yield "Peak and time as multiples of eager mode's. Rockmate's budget is the peak, with eager kernels and with"
+    yield "`compile=True`; *compiled to its* is the time of the latter as a multiple of the method's."
+    if rises := risen(points):
+        yield "`activation_memory_budget` is a share, and no bound. A lower value took more memory than a higher one in"
+        yield f"{', '.join(rises)}."
+    if wrong := astray(points):
+        yield "With dropout, it may draw other masks in the backward than in the forward"
+        yield "([pytorch#190758](https://github.com/pytorch/pytorch/issues/190758)), and gradients are wrong:"
+        yield f"{', '.join(wrong)}."
+    yield ""
+    yield "| model | method | peak | its time | eager kernels | compiled | compiled to its | |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for p in points:
+        own = " | ".join(map(str, p.compiled)) if p.compiled else "none | none"
+        start = f"| {p.model} | {p.row['peer']} | {p.share:.2f} | {p.processor} | {p.ours or 'none'} | "
+        yield f"{start}{own} | {p.verdict_compiled} |"
+
+
+BUDGETED, WHOLE = "compile, activation_memory_budget", "compile, whole model"
+
+
+def risen(points: Sequence[Point]) -> list[str]:
+    """Models in which a lower ``activation_memory_budget`` has a higher peak, with the pair that differs most."""
+    said = []
+    for model in dict.fromkeys(p.model for p in points):
+        mine = [p for p in points if p.model == model and p.row["family"] == BUDGETED]
+        found = [(float(p.row["peer"].split()[-1]), p.share) for p in mine]
+        pairs = [(a, b) for a in found for b in found if a[0] < b[0] and a[1] > b[1] + 0.01]
+        if pairs:
+            (low, more), (high, less) = max(pairs, key=lambda pair: pair[0][1] - pair[1][1])
+            said.append(f"{model} ({low:g}: {more:.2f}, {high:g}: {less:.2f})")
+    return said
+
+
+def astray(points: Sequence[Point]) -> list[str]:
+    """Where gradients are much further from eager mode's than those of the whole model compiled."""
+    alone = {p.model: p.row["largest_difference"] for p in points if p.row["peer"] == WHOLE}
+    far = [p for p in points if p.row["largest_difference"] > 20 * alone.get(p.model, float("inf"))]
+    return [
+        f"{p.model} at {p.row['peer'].split()[-1]} (off by {p.row['largest_difference']:.2g} times a parameter's "
+        f"largest, without the setting by {alone[p.model]:.2g})"
+        for p in far
+    ]
+
+
 def missing(results: Mapping[str, Any]) -> Iterator[str]:
     """Methods that ran for no model, or not for some, by reason."""
     if names := results.get("not_run"):
@@ -120,9 +187,11 @@ def missing(results: Mapping[str, Any]) -> Iterator[str]:
                 reasons.setdefault((row["peer"], row["why"]), []).append(name)
     for (peer, why), names in reasons.items():
         yield f"- {peer}: {why} ({'all models' if len(names) == len(results['models']) else ', '.join(names)})"
-    compiled = {name: f["budgets"] for name, f in results["models"].items() if f.get("budgets")}
-    said = ", ".join(f"{name} {' '.join(f'{b:g}' for b in budgets)}" for name, budgets in compiled.items())
-    yield f"- activation_memory_budget: compiled with these values only: {said or 'none'}"
+    compiled: dict[str, list[str]] = {}
+    for name, found in results["models"].items():
+        compiled.setdefault(" ".join(f"{b:g}" for b in found.get("budgets", ())) or "none", []).append(name)
+    said = "; ".join(f"{values} ({', '.join(names)})" for values, names in compiled.items())
+    yield f"- activation_memory_budget: compiled with these values only: {said}"
     yield "- checkpoint_sequential: only the numbers of segments that no other beats in bytes and FLOPs are timed"
     if why := results.get("environment", {}).get("why"):
         yield f"- {why}"
