@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -135,3 +136,40 @@ def test_nothing_is_added_in_place_to_a_view_that_is_handed_on(way: str, of_loss
     assert measured <= rk.plan.predicted_peak + 2 * SCALARS
     if of_loss != "a sum":  # whose gradient is expanded, and counted as if it took its memory
         assert measured >= rk.plan.predicted_peak
+
+
+class HandedOn(torch.autograd.Function):
+    """Its backward gives the gradient that it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Twice(nn.Module):
+    """Uses a weight twice, once through a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(randn(256, 256, seed=0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x @ HandedOn.apply(self.weight) + x @ self.weight  # type: ignore[no-untyped-call]
+        return found
+
+
+def test_what_a_function_gives_is_added_in_place() -> None:
+    model, x = Twice(), randn(8, 256, seed=1)
+    rk = Rockmate(model, x, "100%", costs="flops")
+
+    def train() -> None:
+        model.zero_grad()
+        rk(x).square().mean().backward()
+
+    train()
+    train()
+    assert rk.plan.predicted_peak <= measure_peak(train) <= rk.plan.predicted_peak + SCALARS

@@ -309,7 +309,8 @@ class _Applied(torch.autograd.Function):
         kept = list(ctx.others)
         for k, t in zip(ctx.places, ctx.saved_tensors, strict=True):
             kept[k] = t
-        found = ctx.function.parts[1].forward(*gradients, *kept)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # it ends with gradients on: sums would take new memory
+            found = ctx.function.parts[1].forward(*gradients, *kept)
         return (None, *(found if isinstance(found, (tuple, list)) else (found,)))
 
 
