@@ -133,8 +133,8 @@ def test_a_smaller_size_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None
     """A larger one is."""
     model, looks = Net(), []
     handle = attach(model, GIB, costs="flops", cache=False)
-    original = handle._roomy._held
-    monkeypatch.setattr(handle._roomy, "_held", lambda *given: looks.append(given) or original(*given))
+    original = handle._roomy.held
+    monkeypatch.setattr(handle._roomy, "held", lambda *given: looks.append(given) or original(*given))
     trained(model, [64], nothing)
     trained(model, [16], nothing)  # the second call is measured again, whatever it is
     assert len(looks) == 2
@@ -288,8 +288,8 @@ def test_numbers_that_change_are_no_new_kinds(monkeypatch: pytest.MonkeyPatch) -
     eager = Scaled()
     model, looks = copy.deepcopy(eager), []
     handle = attach(model, GIB, costs="flops", cache=False)
-    original = handle._roomy._held
-    monkeypatch.setattr(handle._roomy, "_held", lambda *given: looks.append(given) or original(*given))
+    original = handle._roomy.held
+    monkeypatch.setattr(handle._roomy, "held", lambda *given: looks.append(given) or original(*given))
     monkeypatch.setattr("rockmate.calls.free.MOST_KINDS", 8)
     found = []
     for m in (model, eager):

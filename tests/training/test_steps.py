@@ -1002,7 +1002,7 @@ SKIPPED = torch.compiler.disable(torch.sin)
         (reads_numbers, "Tensor.tolist() with non-integer tensor at {}: compute with the tensor, or return it"),
         (decides_in_numpy, "Python decides, or counts, by values in a tensor at {}: compute with the tensor"),
         (draws, "draws from a random.Random at {}, whose numbers would be the capture's: draw from torch's generators"),
-        (draws_from_a_generator, "(Generator) at {}: move it out of forward"),
+        (draws_from_a_generator, "(Generator) at {}: draw from torch's own generator"),
         (derives, "derivatives are computed inside forward at {}: leave it there"),
         (penalizes, "autograd_ops=False` at {}: leave it there"),
         (
