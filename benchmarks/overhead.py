@@ -119,7 +119,7 @@ def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list
             taken = {call: seconds(call) for call in [model, *ours][:: -1 if k % 2 else 1]}
             for logs, rk in zip(pairs, ours, strict=True):
                 logs.append(math.log(taken[rk] / taken[model]))
-        found[percent] = ours[0].plan.predicted_overhead, pairs, within, ours[-1].plan.pieces
+        found[percent] = ours[0].plan.predicted_overhead, pairs, within, ours[-1].plan.pieces.partition("\n")[0]
     return found
 
 

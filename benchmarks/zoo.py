@@ -151,7 +151,7 @@ def _figures(built: Any, row: dict[str, Any], compiled: bool) -> None:
         kept = step(rk, model, args, kwargs, seeds)  # makes the plan for the values that this seed brings
     if compiled:
         row["from_eager"] = max(difference(kept[what], expected[what]) for what in ("outputs", "gradients", "buffers"))
-        row["pieces"] = getattr(rk.plan, "pieces", "")
+        row["pieces"] = getattr(rk.plan, "pieces", "").partition("\n")[0]
         expected = repeated = kept
     del kept  # a step that holds its outputs is another one
     forget_gradients(model, args, kwargs)

@@ -110,7 +110,7 @@ def make_K(
     most = 0.9 if open_ else 1.0  # few nodes see how the gradients of roots lie
     k = differentiated_for(dataclasses.replace(usage, turned=(usage.turned or frozenset()) & may_turn), 0.0, most)
     if open_:
-        views = frozenset((k, ()) for k in usage.roots)
+        views = frozenset((root, ()) for root in usage.roots)
         try:
             k = with_extra(k, differentiated_for(dataclasses.replace(usage, turned=may_turn, viewed=views), most, 1.0))
         except torch.OutOfMemoryError:

@@ -268,7 +268,7 @@ def at_budget(ours: Ours, budget: int) -> Row:
     plan = ours.attachment.plan if ours.attachment else None
     row: Row = {"budget": budget, "peak": bench.peak(ours.step), "plan_seconds": seconds}
     row["predicted"] = plan.predicted_overhead if plan is not None else 0.0
-    row |= bench.compared(ours.step) | ({"pieces": plan and plan.pieces} if ours.compile else {})
+    row |= bench.compared(ours.step) | ({"pieces": plan and plan.pieces.partition("\n")[0]} if ours.compile else {})
     row["flops"] = flops(ours.step)
     row["within"] = row["peak"] <= budget
     return row

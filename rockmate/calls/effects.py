@@ -107,12 +107,14 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
     reads a variable that has another value by then.
     """
     found = [n for n in program.graph.nodes if str(getattr(n.target, "_name", "")) == "tag_activation_checkpoint"]
-    codes = [*(torch._guards.TracingContext.get().traced_code or ())] if found else []
+    if not found:
+        return False
+    codes = [*(torch._guards.TracingContext.get().traced_code or ())]
     if late := next(filter(None, (_set_later(codes), *map(_late, codes))), ""):
         raise UnsupportedError(f"the function of a checkpoint reads {late} when it runs again: give it as an argument")
     effects: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
     read = {x for n in found for t in (n, *n.users, *n.all_input_nodes) for x in memory_of(t)}
-    for node in program.graph.nodes if found else ():
+    for node in program.graph.nodes:
         if writes(node) and any(memory_of(t) & read for t in node.all_input_nodes[:1]):
             raise UnsupportedError(f"what a checkpointed part reads or makes is written afterwards{line_of(node)}")
     for node in found:
@@ -134,7 +136,7 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
         else:
             continue
         raise UnsupportedError(f"a part is checkpointed {what}{line_of(node)}: remove the checkpoint")
-    return bool(found)
+    return True
 
 
 def _set_later(codes: Iterable[CodeType]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.cost.memory import timeline
 from rkgb.device.kind import Moment, Timeline
@@ -148,7 +148,7 @@ class WholeLook(StepLook):
         """
         super().__init__(device)
         self.forward_measured, self.measured = forward_measured, measured
-        self._outputs: list[tuple[weakref.ref[Any], int]] = []  # their memory, and its bytes
+        self._outputs: list[tuple[StorageWeakRef, int]] = []  # their memory, and its bytes
         self._gone = 0
         self.mark()
 
@@ -157,7 +157,7 @@ class WholeLook(StepLook):
         self.mark()
         hook = InGraph(self).hook(self._reach)
         storages = {id(s): s for t in outputs if isinstance(t, torch.Tensor) and has_memory(t) for s in [memory_of(t)]}
-        self._outputs = [(weakref.ref(s), s.nbytes()) for s in storages.values()]
+        self._outputs = [(StorageWeakRef(s), s.nbytes()) for s in storages.values()]
         for t in outputs:
             if isinstance(t, torch.Tensor) and t.grad_fn is not None:
                 self.arrives += t.nbytes
@@ -165,7 +165,7 @@ class WholeLook(StepLook):
 
     def _reach(self, _: Any) -> None:
         if not self.reached:
-            self._gone = sum(size for storage, size in self._outputs if storage() is None)
+            self._gone = sum(size for memory, size in self._outputs if memory.expired())
         self.reach()
 
     def ended(self, moments: list[Moment], stays: bool) -> None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -23,7 +21,8 @@ from torch.utils import checkpoint
 
 from rkgb.errors import UnsupportedError
 from rkgb.probe.contexts import next_number
-from rkgb.randomness import random_state, set_random_state, watched_devices
+from rkgb.randomness import drawing_again, random_state, watched_devices
+from rkgb.trace.other_draws import other_states
 from rkgb.trees import tensor_leaves
 from rockmate.calls.held import Held
 from rockmate.follow.noting import Schema
@@ -98,10 +97,8 @@ class Unchecked:
         with self._judged(part):
             result = _OWN_REENTRANT.apply(function, preserves, *args)
         if part.alike:  # as far as Python and what it writes tell; now without the checkpoint, and with gradients
-            after = [random_state(d) for d in devices]
-            _set_states(devices, before)
-            again = part.call(args, self.tape)
-            _set_states(devices, after)
+            with drawing_again(devices, before):
+                again = part.call(args, self.tape)
             part.over(self.tape)
             with torch._C._DisableTorchDispatch():  # no operation of the forward
                 part.alike = alike(again, result)
@@ -126,12 +123,12 @@ class Unchecked:
         """While the part runs with its checkpoint for the first time."""
         self._within = True
         try:
-            held, numbers = Held(self.model), (_numbers(), _hooks(self.model))
+            held, numbers = Held(self.model), (other_states(), _hooks(self.model))
             yield
         finally:
             self._within = False
         part.over(self.tape)
-        kept = not held.one_way and not held.changed() and numbers == (_numbers(), _hooks(self.model))
+        kept = not held.one_way and not held.changed() and numbers == (other_states(), _hooks(self.model))
         part.alike, part.held = part.usual and kept and not part.effect(self.tape), held
         within = range(part.begin, part.end)
         read = (b for b in self.model.buffers() if any(k in within for k in self.tape.readers_of(b)))
@@ -250,11 +247,6 @@ def _hooks(model: torch.nn.Module) -> int:
     return sum(len(p._backward_hooks or ()) for p in model.parameters())
 
 
-def _set_states(devices: Iterable[torch.device], states: Iterable[torch.Tensor]) -> None:
-    for device, state in zip(devices, states, strict=True):
-        set_random_state(device, state)
-
-
 _HERE = threading.local()
 """``call``: the followed call that this thread is in."""
 
@@ -288,10 +280,3 @@ class _Reentrant:
         if call is None or not torch.is_grad_enabled():
             return _OWN_REENTRANT.apply(function, preserves, *args)
         return call.run_reentrant(function, preserves, args)
-
-
-def _numbers() -> tuple[Any, ...]:
-    """The states of Python's and NumPy's generators, which a checkpoint does not put back."""
-    numpy: Any = sys.modules.get("numpy.random")
-    legacy = () if numpy is None else numpy.get_state()
-    return random.getstate(), *(x.tobytes() if hasattr(x, "tobytes") else x for x in legacy)

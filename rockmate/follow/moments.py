@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rockmate.follow.observed import Seen
-from rockmate.follow.record import Datum, Op
+from rockmate.follow.record import Datum, Op, needed_for
 
 
 class Forward(NamedTuple):
@@ -77,13 +77,9 @@ def _last_needed(tape: Forward, seen: Seen, asked: Sequence[int]) -> dict[int, i
     """By datum, the last of the marks ``asked`` that needs it: itself, or something that is made again from it."""
     last: dict[int, int] = {}
     for k in reversed(asked):
-        left = [seen.packs[seen.marks[k].number][1]]
-        while left:
-            number = left.pop()
-            if number is not None and number not in last:
-                last[number], datum = k, tape.data[number]
-                makers = () if datum.pinned else (datum.maker, *datum.writers)
-                left += [n for index in makers for n in tape.ops[index].reads]
+        number = seen.packs[seen.marks[k].number][1]
+        if number is not None:
+            last.update(dict.fromkeys(needed_for(tape.ops, tape.data, [number], last), k))
     return last
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -122,12 +122,12 @@ class Datum:
     needs: frozenset[int] = frozenset()
 
 
-def needed_for(ops: Sequence[Op], data: Sequence[Datum], wanted: Iterable[int]) -> set[int]:
-    """The ``wanted`` data and all that they are made from, back to what cannot be made again."""
+def needed_for(ops: Sequence[Op], data: Sequence[Datum], wanted: Iterable[int], known: Container[int] = ()) -> set[int]:
+    """The ``wanted`` data and all that they are made from, back to what cannot be made again, or is ``known``."""
     left, found = [*wanted], set[int]()
     while left:
         datum = data[left.pop()]
-        if datum.number not in found:
+        if datum.number not in found and datum.number not in known:
             found.add(datum.number)
             makers = () if datum.pinned else (datum.maker, *datum.writers)
             left += [n for index in makers for n in ops[index].reads]
