@@ -56,8 +56,11 @@ def _as_observed(
     terms: Terms,
     *,
     settles: bool = True,
+    grown: bool = False,
 ) -> Runnable:
-    """See ``adapted``. ``settles``: a share becomes one of what was seen, if it can be planned for."""
+    """See ``adapted``. ``settles``: a share becomes one of what was seen, if it can be planned for. ``grown``: it has
+    become one of more than was supposed, where no plan fitted it.
+    """
     planner, plan = runnable.planner, runnable.plan
     observer.refused = None
     before = terms.budget, terms.settled
@@ -99,8 +102,12 @@ def _as_observed(
         return dataclasses.replace(runnable, planner=refused, plan=found, program=program_of(found))
     if budget < plan.budget or observer.unsure or not _asks_for_more(wanted, observer.room, plan):
         return runnable  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
-    observer.refused = refused
     assert problem is not None
+    if plan.room.outputs is None and not grown:  # until now the loss was supposed: a share is one of the step as it is
+        terms.settle_again(planner, refused)
+        if terms.budget != before[0]:
+            return _as_observed(runnable, observer, model, inputs, terms, settles=False, grown=True)
+    observer.refused = refused
     _refuse(problem, terms)
     return runnable
 

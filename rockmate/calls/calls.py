@@ -127,6 +127,8 @@ class Calls(PlansOfCalls):
         all_inputs = self.now.inputs
 
         def learn() -> None:
+            if runnable.observer is not None and any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
+                runnable.observer.leave_room()  # ``fully_shard`` gathered others between the phases, beside the budget
             with self.in_call(all_inputs):
                 self._learn(runnable, inputs)
 

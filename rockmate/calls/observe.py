@@ -108,6 +108,10 @@ class Observer:
             self._peak, self._kept = room.between + room.kept + room.scalars, room.kept + room.scalars
             self._outputs = room.outputs
 
+    def leave_room(self) -> None:
+        """What was allocated between the phases was not the loss's: forget it, and measure no more."""
+        self.measures, self._peak, self._kept = False, -1, -1
+
     def look(self) -> CallLook | None:
         """A close look at the call whose forward is about to run, if it is worth one."""
         if self.unsure and self._look and len(self._known) >= _LOOKS <= self._looks and not self._said:
