@@ -56,11 +56,8 @@ def _as_observed(
     terms: Terms,
     *,
     settles: bool = True,
-    grown: bool = False,
 ) -> Runnable:
-    """See ``adapted``. ``settles``: a share becomes one of what was seen, if it can be planned for. ``grown``: it has
-    become one of more than was supposed, where no plan fitted it.
-    """
+    """See ``adapted``. ``settles``: a share becomes one of what was seen, if it can be planned for."""
     planner, plan = runnable.planner, runnable.plan
     observer.refused = None
     before = terms.budget, terms.settled
@@ -95,21 +92,34 @@ def _as_observed(
         terms.budget, terms.settled = before
         return _as_observed(runnable, observer, model, inputs, terms, settles=False)
     if budget < plan.budget and problem is not None and not observer.unsure:
-        if not terms.least:
-            observer.refused = refused
-            raise problem
-        found = refused.with_auto_solver().plan(problem.min_budget)
-        return dataclasses.replace(runnable, planner=refused, plan=found, program=program_of(found))
+        return _least_of(runnable, observer, refused, problem, terms)
     if budget < plan.budget or observer.unsure or not _asks_for_more(wanted, observer.room, plan):
         return runnable  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
     assert problem is not None
-    if plan.room.outputs is None and not grown:  # until now the loss was supposed: a share is one of the step as it is
-        terms.settle_again(planner, refused)
-        if terms.budget != before[0]:
-            return _as_observed(runnable, observer, model, inputs, terms, settles=False, grown=True)
+    if _share_has_grown(plan, planner, refused, terms):
+        return _as_observed(runnable, observer, model, inputs, terms, settles=False)
     observer.refused = refused
     _refuse(problem, terms)
     return runnable
+
+
+def _least_of(
+    runnable: Runnable, observer: Observer, refused: Planner, problem: InfeasibleBudgetError, terms: Terms
+) -> Runnable:
+    """A budget has become less than any plan of ``refused`` takes: raise ``problem``, or the plan of least memory."""
+    if not terms.least:
+        observer.refused = refused
+        raise problem
+    found = refused.with_auto_solver().plan(problem.min_budget)
+    return dataclasses.replace(runnable, planner=refused, plan=found, program=program_of(found))
+
+
+def _share_has_grown(plan: Plan, planner: Planner, seen: Planner, terms: Terms) -> bool:
+    """Until now the loss of ``plan`` was supposed: a share of that step becomes one of the step as it was ``seen``."""
+    before = terms.budget
+    if plan.room.outputs is None:
+        terms.settle_again(planner, seen)
+    return terms.budget != before
 
 
 def _refuse(problem: InfeasibleBudgetError, terms: Terms) -> None:
