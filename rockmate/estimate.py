@@ -216,7 +216,7 @@ def _alike(a: Planner | Known, b: Planner | Known) -> bool:
     """Whether two sizes compute the same operations."""
     if isinstance(a, Planner) and isinstance(b, Planner):
         return captured.alike(a, b)
-    return isinstance(a, Known) and isinstance(b, Known) and followed.alike(a, b)
+    return isinstance(a, Known) and isinstance(b, Known) and a.found.is_like(b.found)
 
 
 def _fitted(points: list[_Point], report: Report) -> Callable[[int], StepOfSize]:

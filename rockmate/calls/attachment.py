@@ -274,8 +274,8 @@ class Attachment(Handle, OwnCall):
 
     def _begin_again(self) -> None:
         """Forget that calls are not one graph: a hook, which may have been the reason, was removed."""
-        if self._followed is not None and self._followed.asked is not None:
-            self.terms.budget = self._followed.asked
+        if self._followed is not None and self._followed.solving.asked is not None:
+            self.terms.budget = self._followed.solving.asked
         self._forget()
         self._capture, self._hooks, self.reason, self._refused = Capture(self, lambda: self.model), [], "", False
         self._begun += 1

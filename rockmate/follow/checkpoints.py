@@ -10,34 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from rkgb.errors import UnsupportedError
-from rkgb.probe.contexts import next_number
+from rkgb.probe.contexts import functions_of, next_number
+from rkgb.program import same
 from rkgb.randomness import drawing_again, random_state, watched_devices
 from rkgb.trace.other_draws import other_states
 from rkgb.trees import tensor_leaves
 from rockmate.calls.held import Held
-from rockmate.follow.noting import Schema
-from rockmate.follow.reentrant import PlainGraph, alike
+from rockmate.follow.noting import schema_of
 from rockmate.follow.tape import Tape
 
 
+@dataclass
 class CheckpointedParts:
     """The checkpointed parts of one kind of call, in the order in which they come. ``plain``: whether each one runs
     without its checkpoint; ``preserves``: whether its second run drew the same numbers when that was found.
     """
 
-    def __init__(self) -> None:
-        self.plain: list[bool] = []
-        self.preserves: list[bool] = []
+    plain: list[bool] = field(default_factory=list)
+    preserves: list[bool] = field(default_factory=list)
 
 
 class Unchecked:
@@ -55,11 +58,11 @@ class Unchecked:
     def __enter__(self) -> Unchecked:
         setattr(checkpoint, _NAME, _generator)
         setattr(checkpoint, _NAME_OF_REENTRANT, _Reentrant)
-        self._outer, _HERE.call = getattr(_HERE, "call", None), self
+        self._outer, _here.call = _here.call, self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        _HERE.call = self._outer
+        _here.call = self._outer
         for number, part in enumerate(self._came if kind is None else ()):
             if part.way == JUDGED:
                 plain = part.alike and not part.differs(self.tape)
@@ -77,14 +80,11 @@ class Unchecked:
         if part.way == PLAIN:
             yield
             part.check(self.tape)
-        elif part.way == JUDGED:
-            with self._judged(part):
-                yield from own
         else:
-            yield from own
+            with self._judged(part) if part.way == JUDGED else contextlib.nullcontext():
+                yield from own
 
     def run_reentrant(self, function: Any, preserves: bool, args: tuple[Any, ...]) -> Any:
-        """What a reentrant part returns."""
         part = self._next(function, preserves, usual=True)
         if part.way == PLAIN:
             result = part.call(args, self.tape)
@@ -101,14 +101,15 @@ class Unchecked:
                 again = part.call(args, self.tape)
             part.over(self.tape)
             with torch._C._DisableTorchDispatch():  # no operation of the forward
-                part.alike = alike(again, result)
+                part.alike = _alike(again, result)
         return result
 
     def _next(self, function: Any, preserves: bool, usual: bool) -> _Part:
         plain, number = self.parts.plain, len(self._came)
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         usual = usual and top is not None and top[0] == self.tape.pack  # others would pack what the checkpoint drops
-        part = _Part(function, preserves, len(self.tape.ops), len(self.tape.data), usual)
+        ops, data = len(self.tape.ops), len(self.tape.data)
+        part = _Part(function, preserves, range(ops, ops), range(data, data), usual)
         if number == len(plain):
             plain.append(False)
             self.parts.preserves.append(preserves)
@@ -130,9 +131,53 @@ class Unchecked:
         part.over(self.tape)
         kept = not held.one_way and not held.changed() and numbers == (other_states(), _hooks(self.model))
         part.alike, part.held = part.usual and kept and not part.effect(self.tape), held
-        within = range(part.begin, part.end)
-        read = (b for b in self.model.buffers() if any(k in within for k in self.tape.readers_of(b)))
+        read = (b for b in self.model.buffers() if any(k in part.ops for k in self.tape.readers_of(b)))
         part.buffers = [(b, b._version) for b in read]
+
+
+class PlainGraph:
+    """The graph that a reentrant part has without its checkpoint. Within one, autograd runs a backward of its own from
+    the ``results`` to the tensors among the arguments, and adds to the gradients of leaves at once.
+
+    ``beyond``: it uses what was computed before, and is no argument. ``readers``: the operations that read each tensor
+    to which it adds more than one gradient, or whose gradient stays.
+    """
+
+    def __init__(self, args: tuple[Any, ...], results: list[torch.Tensor], first: int, tape: Tape) -> None:
+        """``first``: the sequence number of the first node that it may have."""
+        arguments = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad]
+        at = {(t.grad_fn, t.output_nr): t for t in arguments if t.grad_fn is not None}
+        uses: Counter[tuple[Any, int]] = Counter()
+        # Without arguments its results have no gradients; of one that comes twice, gradients are added apart.
+        self.beyond = not arguments or len({id(t) for t in arguments}) < len(arguments)
+        self.readers: list[list[int]] = []
+        for function in functions_of([t for t in results if t.requires_grad], first):
+            if (leaf := getattr(function, "variable", None)) is not None:
+                self.readers.append(tape.readers_of(leaf))
+                continue
+            uses.update((f, k) for f, k in function.next_functions if f is not None and f._sequence_nr() < first)
+        self.beyond |= not uses.keys() <= at.keys()
+        self.readers += [tape.readers_of(at[edge]) for edge, count in uses.items() if count > 1 and edge in at]
+
+    def differs(self, within: range) -> str:
+        """Why gradients are others with the checkpoint; empty if they are not. ``within``: the part's operations."""
+        if self.beyond:
+            return "needs the gradients of no tensor that it is given, or of others"
+        if any(not readers or not all(k in within for k in readers) for readers in self.readers):
+            return "shares tensors with others, so that gradients are added in another order"
+        return ""
+
+
+def _alike(ours: Any, theirs: Any) -> bool:
+    """Whether two results are equal, bit for bit, and have gradients alike."""
+    (mine, form), (others, other) = pytree.tree_flatten(ours), pytree.tree_flatten(theirs)
+    return form == other and all(map(_equal, mine, others))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.requires_grad == b.requires_grad and same(a, b)
+    return type(a) is type(b) and bool(a is b or a == b)
 
 
 CHECKPOINTED, JUDGED, PLAIN = "checkpointed", "judged", "plain"
@@ -140,34 +185,31 @@ CHECKPOINTED, JUDGED, PLAIN = "checkpointed", "judged", "plain"
 
 @dataclass
 class _Part:
-    """One part of a call, from operation ``begin`` to ``end``. ``first``: its first datum, ``last``: the one behind its
-    last. ``way``: it runs with its checkpoint, does so for the first time, or runs without. ``alike``: it may run
-    without. ``reruns``: whether each of its operations gave the same again when it was over. ``held``: what Python held
-    then; ``buffers``: that it has read, and their versions. ``graph``: of a reentrant part that ran without.
+    """One part of a call, with its ``ops`` and ``data``. ``way``: it runs with its checkpoint, does so for the first
+    time, or runs without. ``alike``: it may run without. ``reruns``: whether each of its operations gave the same again
+    when it was over. ``held``: what Python held then; ``buffers``: that it has read, and their versions. ``graph``: of
+    a reentrant part that ran without.
     """
 
     function: Any
     preserves: bool
-    begin: int
-    first: int
+    ops: range
+    data: range
     usual: bool
     way: str = CHECKPOINTED
-    end: int = 0
-    last: int = 0
     alike: bool = False
     reruns: tuple[bool, ...] = ()
     held: Held | None = None
     buffers: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     graph: PlainGraph | None = None
-    cells: list[tuple[Any, Any]] = field(init=False)
+    cells: list[tuple[Any, list[Any]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.cells = [(cell, _content(cell)) for cell in _cells(self.function)]
 
     def over(self, tape: Tape) -> None:
-        """It has run."""
-        self.end, self.last = len(tape.ops), len(tape.data)
-        self.reruns = tuple(op.reruns for op in tape.ops[self.begin : self.end])
+        self.ops, self.data = range(self.ops.start, len(tape.ops)), range(self.data.start, len(tape.data))
+        self.reruns = tuple(tape.ops[k].reruns for k in self.ops)
 
     def call(self, args: tuple[Any, ...], tape: Tape) -> Any:
         """What its function returns, with gradients."""
@@ -184,26 +226,24 @@ class _Part:
 
     def effect(self, tape: Tape) -> str:
         """What its operations do whose second run would do more or something else; empty if nothing."""
-        for op in tape.ops[self.begin : self.end]:
-            schema = Schema.of(op.func)
+        for op in (tape.ops[k] for k in self.ops):
+            schema = schema_of(op.func)
             if op.draws_from_given or (schema.random and not self.preserves):
                 return "draws numbers that its second run would not draw"
-            if op.writes_outside or any(number < self.first for number in op.writes) or not schema.pure:
+            if op.writes_outside or any(number < self.data.start for number in op.writes) or not schema.pure:
                 return "writes into memory that was there before"
         return ""
 
     def differs(self, tape: Tape) -> str:
         """Why it is not the same without its checkpoint, as the whole forward shows; empty if it is."""
-        if any(not _is_still(cell, content) for cell, content in self.cells) or (self.held and self.held.changed()):
+        if any(not _are_same(_content(cell), then) for cell, then in self.cells) or (self.held and self.held.changed()):
             return "may read what gets another value after it, so that its second run computes something else"
         written = any(b._version != then for b, then in self.buffers)
-        if written or self.reruns != tuple(op.reruns for op in tape.ops[self.begin : self.end]):
+        if written or self.reruns != tuple(tape.ops[k].reruns for k in self.ops):
             return "reads memory that is written after it"
-        if any(index >= self.end for datum in tape.data[self.first : self.last] for index in datum.writers):
+        if any(index >= self.ops.stop for n in self.data for index in tape.data[n].writers):
             return "makes memory that is written after it"
-        if self.graph is not None and (why := self.graph.differs(range(self.begin, self.end))):
-            return why
-        return ""
+        return "" if self.graph is None else self.graph.differs(self.ops)
 
 
 def _changed(why: str) -> UnsupportedError:
@@ -224,22 +264,18 @@ def _cells(function: Any) -> Iterator[Any]:
             yield from _cells(content)
 
 
-def _content(cell: Any) -> tuple[Any, Any]:
-    """What a variable is, and what is in it if it is a list or a dictionary."""
+def _content(cell: Any) -> list[Any]:
+    """What a variable is, and what is in it if it is a list, a set or a dictionary."""
     try:
         content = cell.cell_contents
     except ValueError:  # it has no value now
-        return None, None
-    return content, content.copy() if isinstance(content, (list, dict, set)) else None
+        content = None
+    within = content if isinstance(content, (list, dict, set)) else ()
+    return [content, *within, *(within.values() if isinstance(within, dict) else ())]
 
 
-def _is_still(cell: Any, content: tuple[Any, Any]) -> bool:
-    (now, within), (then, before) = _content(cell), content
-    if now is not then or before is None:
-        return now is then
-    pairs = zip(within, before, strict=False)
-    same = len(within) == len(before) and all(a is b for a, b in pairs)
-    return same and (not isinstance(before, dict) or all(within[k] is v for k, v in before.items()))
+def _are_same(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
 def _hooks(model: torch.nn.Module) -> int:
@@ -247,8 +283,11 @@ def _hooks(model: torch.nn.Module) -> int:
     return sum(len(p._backward_hooks or ()) for p in model.parameters())
 
 
-_HERE = threading.local()
-"""``call``: the followed call that this thread is in."""
+class _Here(threading.local):
+    call: Unchecked | None = None  # the followed call that this thread is in
+
+
+_here = _Here()
 
 _NAME = "_checkpoint_without_reentrant_generator"
 _OWN: Callable[..., Iterator[None]] = getattr(checkpoint, _NAME)
@@ -259,11 +298,9 @@ def _generator(function: Any, preserves: bool, context: Any, *rest: Any, **kwarg
     Outside of followed calls it does the same.
     """
     own = _OWN(function, preserves, context, *rest, **kwargs)
-    call: Unchecked | None = getattr(_HERE, "call", None)
-    if call is None or not torch.is_grad_enabled():
-        yield from own
-    else:
-        yield from call.run(own, function, preserves, context is checkpoint.noop_context_fn)
+    if _here.call is not None and torch.is_grad_enabled():
+        own = _here.call.run(own, function, preserves, context is checkpoint.noop_context_fn)
+    yield from own
 
 
 _NAME_OF_REENTRANT = "CheckpointFunction"
@@ -275,8 +312,6 @@ class _Reentrant:
 
     @staticmethod
     def apply(function: Any, preserves: bool, *args: Any) -> Any:
-        """What the part returns."""
-        call: Unchecked | None = getattr(_HERE, "call", None)
-        if call is None or not torch.is_grad_enabled():
-            return _OWN_REENTRANT.apply(function, preserves, *args)
-        return call.run_reentrant(function, preserves, args)
+        if _here.call is not None and torch.is_grad_enabled():
+            return _here.call.run_reentrant(function, preserves, args)
+        return _OWN_REENTRANT.apply(function, preserves, *args)

@@ -26,18 +26,17 @@ from rockmate.calls.turns import Rough, Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.following import following, lasting_of
-from rockmate.follow.known import CallKind, CallKinds, Known
+from rockmate.follow.known import CallKind, CallKinds, Known, UseOfOutputs
 from rockmate.follow.observed import Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
-from rockmate.follow.plan import FollowedPlan, eager_peak_of, frontier_of
+from rockmate.follow.plan import FollowedPlan, frontier_of
 from rockmate.follow.planned import Planned
 from rockmate.follow.policy import Policy
 from rockmate.follow.problem import problem_of
 from rockmate.follow.record import Slot, form_of_op
-from rockmate.follow.solving import Solving
+from rockmate.follow.reruns import Reruns
+from rockmate.follow.solving import FollowedWays, Solving
 from rockmate.follow.tape import Tape
-from rockmate.follow.use import UseOfOutputs
-from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
 from rockmate.planning.plan import line_of_call
 from rockmate.progress import Progress
@@ -55,7 +54,6 @@ MOST_USES = 8
 FIRST = 0.6
 """Part of the budget that the data of a step may take of which nothing is known yet."""
 
-
 _FEWER = (
     "steps that call the same operations on the same shapes share one. Pad inputs to a few shapes, and mask them "
     "rather than pack them (pack_padded_sequence), which takes other operations for each batch"
@@ -69,18 +67,13 @@ class Followed:
         self.front, self.why = front, why
         self.kinds = CallKinds()
         self.last: Known | None = None
-        self.solving = Solving(front, why)
+        self.solving = Solving(front, why, self.kinds)
         self._rehearsed = False  # what was learned last came of no training
         self._made = 0  # plans that were told of
         self._said: set[str] = set()
         self._left = False  # the last call computed what no plan is known for
         self._shared: FollowedPlan | None = None  # of the last call, for its share of the step's budget
-        self._unsaid: tuple[Known, CallKind] | None = None  # no plan fits a step that was observed
-
-    @property
-    def asked(self) -> Budget | None:
-        """The budget as it was given, once it has become bytes."""
-        return self.solving.asked
+        self._unsaid: Known | None = None  # no plan fits a step that was observed
 
     @property
     def plan(self) -> FollowedPlan | None:
@@ -109,11 +102,9 @@ class Followed:
         device = self.front.device(call.tensors)
         policy, turn = self._policy(key, kind, missing, device)
         tape = Tape(device, policy, lasting_of(model, call))
-        look = policy.look if isinstance(policy, Observed) else None
-        unchecked = Unchecked(kind.parts, model, tape)
-        if look is not None:
-            assert isinstance(policy, Observed)
-            look.then = partial(self._learn, kind, policy, tape.ops, tape.data, tape.device, missing)
+        unchecked, look = Unchecked(kind.parts, model, tape), None
+        if isinstance(policy, Observed) and (look := policy.look) is not None:
+            look.then = partial(self._learn, kind, policy, device, tape.reruns)
         try:
             with abandoned(look), following(tape, self.front.modes), unchecked:
                 result = model._call_impl(*call.args, **call.kwargs)
@@ -122,7 +113,7 @@ class Followed:
             raise
         if look is not None:
             look.arrives = sum(t.nbytes for t in tensors_of(result) if t.grad_fn is not None)
-        tape.begins = partial(self._begins, turn, look, UseOfOutputs(tape, kind.note_use))
+        tape.begins = partial(self._begins, turn, look, kind, UseOfOutputs(tape))
         turn.held_by(tape)
         if unchecked.stay or unchecked.found:
             self.front.say_checkpoints(unchecked.stay)
@@ -133,16 +124,14 @@ class Followed:
                 kind.watch.saw()
         if turn.ways.rough:
             kept = sum(datum.size for datum in tape.data if datum.base is not None)
-            self.front.terms.steps.seen(
-                turn, Rough(self.front, tape.device, kind.call, Way(kept, kept, kept, 0), turn.ways.made)
-            )
+            rough = Rough(self.front, device, kind.call, Way(kept, kept, kept, 0), turn.ways.made)
+            self.front.terms.steps.seen(turn, rough)
         return result
 
     @staticmethod
-    def _begins(turn: Turn, look: Look | None, use: UseOfOutputs, tape: Tape) -> None:
-        """A backward comes to the call."""
+    def _begins(turn: Turn, look: Look | None, kind: CallKind, use: UseOfOutputs, tape: Tape) -> None:
         turn.begin(look)
-        use.begin(tape)
+        kind.note_use(tape, use.now(tape))
 
     def _policy(
         self, key: Hashable, kind: CallKind, missing: frozenset[str], device: torch.device
@@ -153,39 +142,36 @@ class Followed:
         """
         known = kind.next(missing)
         policy: Policy
-        self._left = False
-        self._shared = None
+        self._left, self._shared = False, None
         if self._unsaid is not None:  # whatever comes next: a kind of call may come once only
             unsaid, self._unsaid = self._unsaid, None
-            self._solve(*unsaid)
+            self._solve(unsaid)
         took = partial(self.front.terms.steps.take, (id(self), key), name=self.front.name, terms=self.front.terms)
         if known is None:
             made = sum(self.front.bytes_of_missing_gradients().values())
             turn = took(ways=Rough(self.front, device, kind.call, Way(0, 0, 0, 0), made))
-            like = self._like(kind)
-            if like is None or like.program is None:
-                policy = Online(*self._limits(kind, device))
-            else:
+            if (like := self._like(kind)) is not None and like.program is not None:
                 policy = Planned(like.program, partial(self._otherwise, kind, like, turn), exactly=False)
+            else:
+                policy = self._online(kind, device)
         else:
             known.uses += known.carried
             if known.carried and known.uses == MOST_USES:  # it comes often enough to be worth a plan of its own
                 known.carried, known.budget = False, -1
-            self._solve(known, kind)
+            self._solve(known)
             kind.came(known)
             self.last = known
-            turn = took(ways=self._ways(known, kind))
+            turn = took(ways=self._ways(known))
             self._shared, program = known.ways.placed(turn.way)
             policy = Planned(program, partial(self._otherwise, kind, known, turn), among=len(kind.known))
         seen = known is not None and not known.rehearsed and not kind.news
         look = None if seen else kind.watch.look(device, bool(kind.known))
-        return policy if look is None else Observed(look, policy), turn
+        return policy if look is None else Observed(look, policy, missing), turn
 
-    def _ways(self, known: Known, kind: CallKind) -> FollowedWays:
-        """In which ways a call that computes as ``known``, which is of ``kind``, can share the budget of its step."""
+    def _ways(self, known: Known) -> FollowedWays:
+        """In which ways a call that computes as ``known`` can share the budget of its step."""
         if known.ways is None or known.ways.plan is not known.plan:
-            made = known.made(self.front.bytes_of_missing_gradients())
-            known.ways = FollowedWays(known, kind, self.front, made, self.front.terms.options)
+            known.ways = FollowedWays(known, self.front)
         ways: FollowedWays = known.ways
         return ways
 
@@ -196,20 +182,20 @@ class Followed:
         found = [known for other in self.kinds.values() for known in other.known if known.plan and not known.problem]
         return min(found, key=lambda k: k.plan.predicted_peak / max(1, k.eager_peak) if k.plan else 1.0, default=None)
 
-    def _limits(self, kind: CallKind, device: torch.device) -> tuple[int | None, float]:
-        """Bytes that data may take in a step that has no plan, or a share."""
-        budget = self.front.terms.bytes_known(device)
-        if budget is not None:
-            budget = max(0, budget - self.front.terms.steps.held())
+    def _online(self, kind: CallKind, device: torch.device, left: bool = False) -> Online:
+        """What decides in a step that has no plan. ``left``: see ``Online``."""
+        terms = self.front.terms
+        budget = terms.bytes_known(device)
         if budget is None:
-            asked = self.front.terms.budget
-            share = float(asked.share) if isinstance(asked, Budget) and asked.share is not None else 1.0
-            return None, share * FIRST
+            assert isinstance(terms.budget, Budget) and terms.budget.share is not None
+            return Online(None, FIRST * float(terms.budget.share), left)
+        budget = max(0, budget - terms.steps.held())
         if not kind.known:
-            return int(FIRST * max(0, budget - sum(self.front.bytes_of_missing_gradients().values()))), 1.0
-        backwards = (node.backward for k in kind.known for node in k.found.problem.nodes if node.backward)
-        beside = max((backward.peak for backward in backwards), default=0)
-        return max(budget - beside, budget // 8), 1.0
+            limit = int(FIRST * max(0, budget - sum(self.front.bytes_of_missing_gradients().values())))
+        else:
+            backwards = (node.backward for k in kind.known for node in k.found.problem.nodes if node.backward)
+            limit = max(budget - max((backward.peak for backward in backwards), default=0), budget // 8)
+        return Online(limit, left=left)
 
     def _otherwise(self, kind: CallKind, known: Known, turn: Turn, tape: Tape, index: int, slot: Slot | None) -> Policy:
         """The call of ``turn`` computes something else than ``known`` from operation ``index`` on, or saves something
@@ -217,26 +203,26 @@ class Followed:
         """
         assert known.program is not None
         turn.ways = Rough(self.front, tape.device, kind.call, turn.way, turn.ways.made)  # unless another takes over
-        forms = [*known.forms[:index], *(form_of_op(op) for op in tape.ops[index : index + 1])]
-        packs = known.program.packs[: tape.slots if slot is None else slot.number]
+        forms = [*known.seen.forms[:index], *(form_of_op(op) for op in tape.ops[index : index + 1])]
+        packs = known.seen.packs[: tape.slots if slot is None else slot.number]
         packs += [] if slot is None else [pack_of(tape, slot)]
         over = len(tape.ops) <= index and slot is None
         for other in () if over else kind.known:
             if other is known or other.program is None:
                 continue
-            same = other.forms[: len(forms)] == forms and other.program.packs[: len(packs)] == packs
-            if same and other.program.is_for(tape, index):
+            same = other.seen.forms[: len(forms)] == forms and other.seen.packs[: len(packs)] == packs
+            if same and not any(other.program.exceeds(tape, k) for k in range(len(forms))):
                 kind.came(other)
                 kind.news |= other.rehearsed
-                self.solving.solve(other, kind, self.kinds.values())  # the budget may be another one by now
-                self._unsaid = None if other.problem is None else (other, kind)
+                self.solving.solve(other)  # the budget may be another one by now
+                self._unsaid = None if other.problem is None else other
                 self.last, self._shared = other, None
                 planned = Planned(other.program, partial(self._otherwise, kind, other, turn), among=len(kind.known))
-                self.front.terms.steps.seen(turn, self._ways(other, kind))
-                if planned.can_take_over(tape):
-                    return planned.take_over(tape)
+                self.front.terms.steps.seen(turn, self._ways(other))
+                if planned.take_over(tape):
+                    return planned
                 warn_unplanned(INSTEAD)
-                return Online(*self._limits(kind, tape.device), left=True)
+                return self._online(kind, tape.device, left=True)
         kind.news = len(kind.known) < MOST_KNOWN
         self._left = True
         self._say(
@@ -244,43 +230,34 @@ class Followed:
             "The rest of such a step is decided as it takes place, within the budget as far as sizes tell, until one "
             "was observed"
         )
-        return Online(*self._limits(kind, tape.device), left=True)
+        return self._online(kind, tape.device, left=True)
 
     # ------------------------------------------------------------------------- plans
 
     def _learn(
-        self,
-        kind: CallKind,
-        observed: Observed,
-        ops: list[Any],
-        data: list[Any],
-        device: torch.device,
-        missing: frozenset[str],
-        moments: list[Moment],
+        self, kind: CallKind, observed: Observed, device: torch.device, reruns: Reruns, moments: list[Moment]
     ) -> None:
         """A step was observed: plan such steps."""
         kind.watch.saw()
-        seen = observed.seen
-        if len(moments) != len(seen.marks) + 1 or observed.ledger is None:
+        seen, missing = observed.seen, observed.missing
+        if len(moments) != len(seen.marks) + 1 or not seen.sizes:
             return
-        seen.ended, seen.moments, seen.left = time.perf_counter_ns(), moments, observed.ledger.live
+        seen.ended, seen.moments, seen.left = time.perf_counter_ns(), moments, reruns.ledger.live
         began = time.perf_counter()
-        found = problem_of(ops, data, seen)
+        found = problem_of(reruns.ops, reruns.data, seen)
         way = seen.forms, missing, seen.packs
-        others = [k for k in kind.known if (k.forms, k.missing, k.observed.seen.packs) != way]
+        others = [k for k in kind.known if (k.seen.forms, k.missing, k.seen.packs) != way]
         same = [k for k in kind.known if k not in others]
-        before = next((k for k in same if not k.rehearsed and k.observed.seen.sizes == seen.sizes), None)
+        before = next((k for k in same if not k.rehearsed and k.seen.sizes == seen.sizes), None)
         if before is not None:
             found = found.with_worst_of(before.found)
-        known = Known(
-            found, observed, seen.forms, missing, 0.0, self.front.rehearses, eager_peak_of(found.problem), device
-        )
-        known.seconds = time.perf_counter() - began
-        known.waits = observed.more_in_gaps(moments)
-        known.used = {use for use in (observed.use,) if use is not None} | (before.used if before else set())
+        seconds = time.perf_counter() - began
+        known = Known(kind.call, found, seen, missing, seconds, self.front.rehearses, device)
+        known.waits = observed.more_in_gaps(reruns.data)
+        known.used = {use for use in (seen.use,) if use is not None} | (before.used if before else set())
         known.inherit(same)
         self._left = False
-        wanted = len(others) == len(kind.known) or observed.use in kind.unsure
+        wanted = len(others) == len(kind.known) or seen.use in kind.unsure
         kind.unsure -= known.used
         if wanted:  # else it is the other way that is to be seen, which may come next
             kind.news = self.front.rehearses or bool(kind.unsure)
@@ -290,9 +267,9 @@ class Followed:
         if self._rehearsed and not self.front.rehearses and self.solving.asked is not None:
             self.front.terms.budget = self.solving.asked
         self._rehearsed = self.front.rehearses
-        self.solving.solve(known, kind, self.kinds.values())
+        self.solving.solve(known)
         self.last, self._shared = known, None
-        self._unsaid = None if known.problem is None else (known, kind)
+        self._unsaid = None if known.problem is None else known
         if known.plan is not None and known.problem is None and not known.carried and not self.front.rehearses:
             self._say_plan(known.plan)
 
@@ -306,17 +283,16 @@ class Followed:
         )
 
     def _say(self, line: str) -> None:
-        """Say something once."""
         if line not in self._said:
             self._said.add(line)
             LOG.info("%s: %s", self.front.name, line)
 
-    def _solve(self, known: Known, kind: CallKind) -> None:
-        """Plan ``known``, which is of ``kind``. Raises ``InfeasibleBudgetError`` where no plan fits, unless it may be
-        that more calls share a step of which the budget is a share.
+    def _solve(self, known: Known) -> None:
+        """Plan ``known``. Raises ``InfeasibleBudgetError`` where no plan fits, unless it may be that more calls share a
+        step of which the budget is a share.
         """
         before, began = known.plan, time.perf_counter()
-        self.solving.solve(known, kind, self.kinds.values())
+        self.solving.solve(known)
         if known.problem is not None and not self.front.terms.supposes_one_call:
             raise InfeasibleBudgetError(*known.problem)
         if before is not None and known.plan is not None and known.plan is not before:
@@ -329,13 +305,11 @@ class Followed:
         self.front.terms.budget, self.solving.asked, self._shared = budget, None, None
         if self.last is None:
             return
-        last = self.last
-        kind = next(kind for kind in self.kinds.values() if last in kind.known)
         try:
-            self._solve(last, kind)
+            self._solve(self.last)
         except InfeasibleBudgetError:
             self.front.terms.budget, self.solving.asked = before
-            self.solving.solve(last, kind, self.kinds.values())
+            self.solving.solve(self.last)
             raise
 
     def frontier(self) -> Frontier:

@@ -6,29 +6,28 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from rockmate.follow.tape import Tape
 
 _METHODS = ("numpy", "__dlpack__")
 _DATA: Any = torch._C.TensorBase.data
 _LOCK = threading.Lock()
-_told = threading.local()
 _entered: list[None] = []
 
 
-class Told(Protocol):
-    """Who is told of it."""
+class _Here(threading.local):
+    told: Tape | None = None
 
-    def expose(self, t: torch.Tensor) -> None:
-        """Another library gets the memory of ``t``."""
 
-    def give(self, t: torch.Tensor) -> None:
-        """``t`` is about to get other memory."""
+_here = _Here()
 
 
 @contextlib.contextmanager
-def telling_of_memory(told: Told) -> Iterator[None]:
+def telling_of_memory(told: Tape) -> Iterator[None]:
     """``told`` hears of this thread's tensors. Several threads may enter.
 
     The methods are replaced for that time only: TorchDynamo, which captures nothing meanwhile, takes replaced ones for
@@ -40,11 +39,11 @@ def telling_of_memory(told: Told) -> Iterator[None]:
                 setattr(torch.Tensor, name, _telling(getattr(torch.Tensor, name), name in vars(torch.Tensor)))
             torch.Tensor.data = property(_DATA.__get__, _give)  # type: ignore[assignment]
         _entered.append(None)
-    before, _told.told = getattr(_told, "told", None), told
+    before, _here.told = _here.told, told
     try:
         yield
     finally:
-        _told.told = before
+        _here.told = before
         with _LOCK:
             _entered.pop()
             if not _entered:
@@ -53,37 +52,32 @@ def telling_of_memory(told: Told) -> Iterator[None]:
                 del torch.Tensor.data
 
 
-def give_memory(t: torch.Tensor, memory: torch.Tensor) -> None:
-    """``t`` gets other memory, and nobody is told."""
-    _DATA.__set__(t, memory)
-
-
 def is_followed() -> bool:
     """Whether a forward is followed in this thread."""
-    return getattr(_told, "told", None) is not None
+    return _here.told is not None
 
 
 def _give(self: torch.Tensor, memory: torch.Tensor) -> None:
-    told = getattr(_told, "told", None)
-    if told is not None:
-        told.give(self)
-    give_memory(self, memory)
+    if _here.told is not None:
+        _here.told.give(self)
+    _DATA.__set__(self, memory)
 
 
 def _telling(original: Callable[..., Any], own: bool) -> Callable[..., Any]:
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        told = getattr(_told, "told", None)
-        if told is not None:
-            told.expose(self)
+        if _here.told is not None:
+            _here.told.expose(self)
         return original(self, *args, **kwargs)
 
-    method.replaces = (original, own)  # type: ignore[attr-defined]
+    method.replaces = original if own else None  # type: ignore[attr-defined]
     return method
 
 
 def _put_back(name: str) -> None:
-    original, own = getattr(vars(torch.Tensor).get(name), "replaces", (None, True))
-    if original is not None and own:
-        setattr(torch.Tensor, name, original)
-    elif original is not None:
+    method: Any = vars(torch.Tensor).get(name)
+    if not hasattr(method, "replaces"):  # others have replaced it since
+        return
+    if method.replaces is None:
         delattr(torch.Tensor, name)
+    else:
+        setattr(torch.Tensor, name, method.replaces)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from rkgb.storages import has_memory
 from rockmate.calls.surroundings import modes_again
 from rockmate.follow.exposed import telling_of_memory
 from rockmate.follow.tape import Tape
-from rockmate.follow.unhooked import giving_way
 
 
 @contextlib.contextmanager
@@ -37,3 +37,36 @@ def lasting_of(model: torch.nn.Module, call: Call) -> frozenset[int] | None:
         return None
     tensors = (t for source in (model.buffers(), call.tensors) for t in source if has_memory(t))
     return frozenset(t.untyped_storage()._cdata for t in tensors)
+
+
+@contextlib.contextmanager
+def giving_way(pack: Callable[..., Any], unpack: Callable[..., Any]) -> Iterator[None]:
+    """The hooks ``pack`` and ``unpack`` leave while this thread's code switches hooks of saved tensors off, as
+    transforms of torch.func do, which torch refuses where there are some. What is saved meanwhile stays, as in eager
+    mode.
+    """
+    autograd: Any = torch._C._autograd
+    disable, enable = autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable
+    here, left = threading.get_ident(), False
+
+    def off(*args: Any) -> Any:
+        nonlocal left
+        top = autograd._top_saved_tensors_default_hooks(True) if threading.get_ident() == here else None
+        if top is not None and top[0] == pack:
+            autograd._pop_saved_tensors_default_hooks()
+            left = True
+        return disable(*args)
+
+    def on() -> Any:
+        nonlocal left
+        result = enable()
+        if left and threading.get_ident() == here:
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+            left = False
+        return result
+
+    autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable = off, on
+    try:
+        yield
+    finally:
+        autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable = disable, enable

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from rkgb.probe.contexts import next_number
 from rkgb.sample import Call
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.follow.checkpoints import CheckpointedParts
-from rockmate.follow.observed import Observed
-from rockmate.follow.plan import FollowedPlan, Found
+from rockmate.follow.observed import Observed, Seen
+from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of
 from rockmate.follow.planned import FollowedProgram, Planned
 from rockmate.follow.problem import FollowedProblem
-from rockmate.follow.record import OpForm, Use
+from rockmate.follow.record import Use
 from rockmate.follow.tape import Tape
 from rockmate.follow.watch import Watch
 from rockmate.memory import StepBytes, step_of
@@ -30,24 +33,23 @@ MOST_SCHEDULES = 8
 
 @dataclass(eq=False)
 class Known:
-    """What was observed of one way in which a kind of call computes.
+    """What was observed of one way in which a kind of call computes, which is the ``call`` in a few words.
 
-    ``forms`` of its operations. ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in
-    bytes. ``least``: the schedule of the least budget that was stated. ``alike``: schedules that it had at other sizes.
-    ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan fits,
-    and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways in
-    which outputs were used that ``found`` is for. ``waits``: bytes that the step holds beside its data, for the loss,
-    while forwards of its other calls run, and backwards. ``then``: the way that came after it. ``frontier``: once it
-    was asked for, as a second search may end elsewhere at its time limit.
+    ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in bytes. ``least``: the schedule of
+    the least budget that was stated. ``alike``: schedules that it had at other sizes. ``carried``: its schedule is that
+    of another size, which has had so many ``uses``. ``problem``: why no plan fits, and the least that does.
+    ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways in which outputs were used
+    that ``found`` is for. ``waits``: bytes that the step holds beside its data, for the loss, while forwards of its
+    other calls run, and backwards. ``then``: the way that came after it. ``frontier``: once it was asked for, as a
+    second search may end elsewhere at its time limit.
     """
 
+    call: tuple[str, ...]
     found: FollowedProblem
-    observed: Observed
-    forms: list[OpForm]
+    seen: Seen
     missing: frozenset[str]
     seconds: float
     rehearsed: bool
-    eager_peak: int
     device: torch.device
     budget: int = -1
     plan: FollowedPlan | None = None
@@ -60,40 +62,54 @@ class Known:
     problem: tuple[str, int] | None = None
     used: set[Use] = field(default_factory=set)
     waits: tuple[int, int] = (0, 0)
-    ways: Any = None  # see rockmate.follow.ways
+    ways: Any = None  # see FollowedWays
     then: weakref.ref[Known] | None = None
     frontier: Frontier | None = None
+
+    @cached_property
+    def eager_peak(self) -> int:
+        return eager_peak_of(self.found.problem)
 
     @property
     def places(self) -> tuple[str, ...]:
         """The user's source line of each node of ``found.problem``."""
-        return tuple(self.observed.places[ops[-1]] if ops else "" for ops in self.found.ops_of)
-
-    def schedules(self) -> list[Schedule]:
-        """Its own, and those of other sizes, the last ones first."""
-        own = [] if self.schedule is None else [self.schedule]
-        return [*dict.fromkeys([*own, *self.alike])][:MOST_SCHEDULES]
+        return tuple(self.seen.places[ops[-1]] if ops else "" for ops in self.found.ops_of)
 
     def inherit(self, others: Sequence[Known]) -> None:
         """Know the schedules of ``others``, which compute as it does, at other sizes too."""
         like = [k for k in others if k.found.is_like(self.found)]
-        self.alike = next((k.schedules() for k in like), [])
-        same = (k for k in like if k.observed.seen.sizes == self.observed.seen.sizes)
-        self.schedule, self.least = next(((k.schedule, k.least) for k in same), (None, None))
+        if like:  # the last ones first
+            schedules = [s for s in (like[0].schedule, *like[0].alike) if s is not None]
+            self.alike = [*dict.fromkeys(schedules)][:MOST_SCHEDULES]
+        if same := [k for k in like if k.seen.sizes == self.seen.sizes]:
+            self.schedule, self.least = same[0].schedule, same[0].least
 
-    def fitting(self, budget: int) -> Found | None:
-        """The fastest of its schedules that fits ``budget``."""
-        known = [(s, walk(self.found.problem, s)) for s in (self.schedule, self.least) if s is not None]
-        found = [Found(s, figures, 0) for s, figures in known if figures.peak <= budget]
-        return min(found, key=lambda f: f.walk.time, default=None)
+    def fastest(self, schedules: Iterable[Schedule | None], budget: int) -> Found | None:
+        """The fastest of these ``schedules`` that fits ``budget``."""
+        found = [Found(s, walk(self.found.problem, s), 0) for s in dict.fromkeys(schedules) if s is not None]
+        return min((f for f in found if f.walk.peak <= budget), key=lambda f: f.walk.time, default=None)
 
     def made(self, sizes: dict[str, int]) -> int:
         """Bytes of gradients that the step makes, of parameters of such ``sizes``."""
         return sum(sizes[name] for name in self.missing & sizes.keys())
 
     def step_bytes(self, plan: FollowedPlan, sizes: dict[str, int]) -> StepBytes:
-        """Of a step under ``plan``."""
         return step_of(plan.problem, plan.schedule, plan.predicted_peak, self.made(sizes))
+
+
+class UseOfOutputs:
+    """Sees how a step uses what one forward returned, from there to the begin of its backward, without a look at
+    memory: that tells a loss from another one.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.thread, self.first = threading.get_ident(), next_number()
+        self.outside = tape.held_outside(set(tape.ledger.at.values()))  # a copy: storages may go meanwhile
+
+    def now(self, tape: Tape) -> Use:
+        """The backward has come to the first saved tensor."""
+        nodes = next_number() - self.first if threading.get_ident() == self.thread else -1
+        return Use(nodes, tape.held_outside(self.outside))
 
 
 @dataclass(eq=False)
@@ -128,18 +144,17 @@ class CallKind:
         return then if then in fitting else fitting[0]
 
     def came(self, known: Known) -> None:
-        """A call computes as ``known``."""
         self.known = [known, *(k for k in self.known if k is not known)]
 
     def computes(self, known: Known) -> bool:
         """Whether it is known to compute as ``known``, and to keep the same of it."""
-        return any((k.forms, k.observed.seen.packs) == (known.forms, known.observed.seen.packs) for k in self.known)
+        return any((k.seen.forms, k.seen.packs) == (known.seen.forms, known.seen.packs) for k in self.known)
 
     def note_use(self, tape: Tape, use: Use) -> None:
         """A backward comes to a call: the loss that its plan counts on may be another one."""
         policy = tape.policy
         if isinstance(policy, Observed):
-            policy.use = use
+            policy.seen.use = use
         elif isinstance(policy, Planned):
             known = next((k for k in self.known if k.program is policy.program), None)
             if known is not None and not known.rehearsed and use not in known.used:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rkgb.storages import counter_of, has_memory
-from rockmate.follow.record import Datum, Ledger, Outside, Ref
+from rkgb.storages import has_memory
+from rockmate.follow.policy import Tape
+from rockmate.follow.record import Outside, Ref
 from rockmate.run.slots import form_of
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -20,23 +22,6 @@ _REPLACING = frozenset({"set_", "resize_", "resize_as_"})
 
 _COLLECTIVE = frozenset({"c10d", "fsdp"})
 """Operators that write what they do not say they write: all their tensors but those that are called inputs."""
-
-
-class Notes(Protocol):
-    """What is known of the forward so far: see ``rockmate.follow.tape.Tape``."""
-
-    ledger: Ledger
-    data: list[Datum]
-    lasting: frozenset[int] | None
-
-    def is_exposed(self, key: int, number: int | None) -> bool:
-        """Whether other libraries may write into a storage, which is memory of datum ``number``."""
-
-    def hand_on(self, datum: Datum, t: torch.Tensor) -> None:
-        """``t`` of the datum is read."""
-
-    def outside(self, t: torch.Tensor, key: int, copied: bool) -> Outside:
-        """An argument in memory that is not followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +37,17 @@ class Schema:
     random: bool
     trains: bool
 
-    @classmethod
-    def of(cls, func: Any) -> Schema:
-        """Of an operator; asking torch takes longer than a small operation."""
-        known = _SCHEMAS.get(func)
-        if known is None:
-            schema = func._schema
-            known = _SCHEMAS[func] = cls(
-                tuple(a.name for a in schema.arguments),
-                frozenset(a.name for a in schema.arguments if _is_written(a, func.namespace)),
-                func.namespace in ("aten", "prims") and schema.name.partition("::")[2] not in _REPLACING,
-                torch.Tag.nondeterministic_seeded in func.tags,
-                "batch_norm" in schema.name,
-            )
-        return known
+
+@functools.cache  # asking torch takes longer than a small operation
+def schema_of(func: Any) -> Schema:
+    schema = func._schema
+    return Schema(
+        tuple(a.name for a in schema.arguments),
+        frozenset(a.name for a in schema.arguments if _is_written(a, func.namespace)),
+        func.namespace in ("aten", "prims") and schema.name.partition("::")[2] not in _REPLACING,
+        torch.Tag.nondeterministic_seeded in func.tags,
+        "batch_norm" in schema.name,
+    )
 
 
 def _is_written(argument: Any, namespace: str) -> bool:
@@ -74,28 +56,20 @@ def _is_written(argument: Any, namespace: str) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-_SCHEMAS: dict[Any, Schema] = {}
-
-
 class Noting:
     """One operation, as it is noted. ``reads``, ``writes``: data, the latter with the storage that is written.
     ``outside``, ``writes_outside``: storages of other memory, by key. ``pure``: it may give the same again.
     """
 
-    __slots__ = ("args", "kwargs", "notes", "outside", "pure", "rates", "reads", "schema", "trains", "writes",
-                 "writes_outside")  # fmt: skip
-
-    def __init__(self, notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.notes = notes
-        self.schema = schema = Schema.of(func)
+    def __init__(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tape, self.schema = tape, (schema := schema_of(func))
         self.reads: dict[int, None] = {}
         self.outside: dict[int, torch.UntypedStorage] = {}
         self.writes: dict[int, int] = {}
         self.writes_outside: dict[int, torch.UntypedStorage] = {}
-        self.pure, self.rates, self.trains = schema.pure, [], False  # type: ignore[var-annotated]
-        if schema.trains:
-            given = dict(zip(schema.names, args, strict=False)) | kwargs
-            self.trains = bool(given.get("training", given.get("train", True)))
+        self.pure, self.rates = schema.pure, list[Any]()
+        given = dict(zip(schema.names, args, strict=False)) | kwargs if schema.trains else {}
+        self.trains = schema.trains and bool(given.get("training", given.get("train", True)))
         self.args = tuple([self._of(x, schema.names[k]) for k, x in enumerate(args)])
         self.kwargs = {key: self._of(x, key) for key, x in kwargs.items()}
 
@@ -108,10 +82,6 @@ class Noting:
         """Whether a generator is among its arguments."""
         given = (*self.args, *self.kwargs.values()) if self.schema.random else ()
         return any(isinstance(x, torch.Generator) for x in given)
-
-    def has(self, key: int) -> bool:
-        """Whether a storage from outside is among its arguments."""
-        return key in self.outside or key in self.writes_outside
 
     def _of(self, x: Any, name: str) -> Any:
         if isinstance(x, torch.Tensor):
@@ -126,29 +96,27 @@ class Noting:
         return x
 
     def _tensor(self, t: torch.Tensor, name: str) -> Any:
-        notes, statistics = self.notes, self.trains and name in _STATISTICS
+        tape, statistics = self.tape, self.trains and name in _STATISTICS
         if not has_memory(t):
             self.pure = False
             return Outside(t, False)
         storage = t.untyped_storage()
         key = storage._cdata
-        number, form = notes.ledger.at.get(key), form_of(t)
-        if number is not None and notes.lasting is not None and isinstance(t, torch.nn.Parameter):
-            notes.ledger.leave(key, notes.data[number].size)  # a sharded parameter's, which its first use allocates
+        number, form = tape.ledger.at.get(key), form_of(t)
+        if number is not None and tape.lasting is not None and isinstance(t, torch.nn.Parameter):
+            tape.ledger.leave(key, tape.data[number].size)  # a sharded parameter's, which its first use allocates
             number = None
-        if notes.is_exposed(key, number):
+        if tape.is_exposed(key, number):
             self.pure = False
         writes = statistics or name in self.schema.writes
         if number is None:
             (self.writes_outside if writes else self.outside)[key] = storage
-            return notes.outside(t, key, statistics)
-        if notes.lasting is not None:
-            notes.hand_on(notes.data[number], t)
+            return tape.outside(t, key, statistics)
+        if tape.lasting is not None:
+            tape.hand_on(tape.data[number], t)
         if writes:
             self.writes[number] = key
-            datum = notes.data[number]
-            if datum.counter is None and not t.is_inference():
-                datum.counter = counter_of(t)  # it may be held from now on
+            tape.data[number].count_writes(t)  # it may be held from now on
         self.reads[number] = None
         return Ref(number, form)
 

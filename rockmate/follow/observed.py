@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,54 +20,56 @@ from rockmate.calls.look import FAILED, LET_GO
 from rockmate.calls.step_look import StepLook
 from rockmate.calls.surroundings import graph_is_retained
 from rockmate.follow.policy import Policy
-from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of_op
+from rockmate.follow.record import Datum, Op, OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Tape
 
 _NOTHING = "autograd saves nothing in them that a plan could let go, or hooks of saved tensors within forward keep it"
 
 
-class Mark(NamedTuple):
+@dataclass(slots=True)
+class Mark:
     """A moment. ``what``: "begin" of the forward; "op" before operation ``number``; "end" of the forward; "asked" and
     "answered" around reruns for slot ``number``; "gone" when ``number`` bytes of data went that nobody had in use.
-    ``live``: bytes of followed data. ``time``: nanoseconds.
+    ``live``: bytes of followed data. ``time``: nanoseconds. ``data``: that autograd has in use from "asked" on, and
+    that it had in use and went where they are "gone". ``gathered``: the storages that come and go which are there.
     """
 
     what: str
     number: int
     live: int
     time: int
+    data: frozenset[int] = frozenset()
+    gathered: frozenset[int] = frozenset()
 
 
 @dataclass
 class Seen:
     """What was observed of one step.
 
-    ``forms`` of operations, and ``sizes`` of what they make. ``packs``: of each slot, after how many operations it
-    came, and its datum. ``marks``, and ``moments`` of the allocator at these. ``used_up``: for marks "gone", the data
-    that autograd had in use and went. ``ended``: when the backward was
-    over, in nanoseconds; ``left``: bytes of data that still lived then. ``released``: the mark by which nobody outside
-    held a datum any more; those that were always held are not there. ``reads``: for each mark "asked", the data that
-    autograd has in use from then on. ``gathered``: for each of these, the storages that come and go which are there.
-    ``discarded``: data whose slots all went before the forward returned. ``within``: the data that backwards within the
-    forward read, in order. ``freed``: data whose memory went between the forward's end and the first mark "asked".
-    ``retained``: slots that were read by a backward within the step's own, as of a hook, which may read them again.
+    ``forms`` of operations, ``sizes`` of what they make, and ``places``: the user's source line of each. ``packs``: of
+    each slot, after how many operations it came, and its datum. ``marks``, and ``moments`` of the allocator at these.
+    ``ended``: when the backward was over, in nanoseconds; ``left``: bytes of data that still lived then. ``released``:
+    the mark by which nobody outside held a datum any more; those that were always held are not there. ``discarded``:
+    data whose slots all went before the forward returned. ``within``: the data that backwards within the forward read,
+    in order. ``freed``: data whose memory went between the forward's end and the first mark "asked". ``retained``:
+    slots that were read by a backward within the step's own, as of a hook, which may read them again. ``use``: of what
+    the forward returned.
     """
 
     forms: list[OpForm] = field(default_factory=list)
     sizes: list[tuple[int, ...]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
     packs: list[tuple[int, int | None]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
-    used_up: dict[int, frozenset[int]] = field(default_factory=dict)
     ended: int = 0
     left: int = 0
     released: dict[int, int] = field(default_factory=dict)
-    reads: dict[int, frozenset[int]] = field(default_factory=dict)
-    gathered: dict[int, frozenset[int]] = field(default_factory=dict)
     discarded: set[int] = field(default_factory=set)
     within: list[int] = field(default_factory=list)
     freed: set[int] = field(default_factory=set)
     retained: set[int] = field(default_factory=set)
+    use: Use | None = None
 
     def unread(self) -> set[int]:
         """Data of slots that no backward read, and some other one may."""
@@ -97,105 +100,87 @@ class FollowedLook(StepLook):
             then(moments)
 
 
-class Observed:
-    """Notes what happens while ``inner`` decides. ``places``: the user's source line of each operation. ``use``: of
-    what the forward returned.
-    """
+class Observed(Policy):
+    """Notes what happens while ``inner`` decides. ``missing``: parameters whose gradients are not there."""
 
-    use: Use | None = None
-
-    def __init__(self, look: FollowedLook, inner: Policy) -> None:
-        self.inner = inner
+    def __init__(self, look: FollowedLook, inner: Policy, missing: frozenset[str]) -> None:
+        self.inner, self.missing = inner, missing
         self.look: FollowedLook | None = look
         self.seen = Seen()
-        self.places: list[str] = []
-        self.ledger: Ledger | None = None
-        self.data: Sequence[Datum] = ()
-        self._outside: dict[int, None] = {}  # data that somebody outside holds, too
-        self._in_use: dict[int, None] = {}  # data that autograd has got
+        self._outside: set[int] = set()  # data that somebody outside holds, too
+        self._in_use: set[int] = set()  # data that autograd has got
         self._deaths = 0
         look.mark()  # levels are above this one: the numbers that the first operation is given are memory, too
         self.seen.marks.append(Mark("begin", 0, 0, time.perf_counter_ns()))
 
     def keeps(self, tape: Tape, datum: Datum) -> bool:
-        """As in ``Policy``."""
         return self.inner.keeps(tape, datum)
 
-    def ended(self) -> None:
+    def ended(self, tape: Tape) -> None:
         """As in ``Policy``: there is no backward to wait for, unless it runs."""
-        self.inner.ended()
-        self._mark_gone()
+        self._mark_gone(tape)
         if self.look is not None:
             self.look.abandon(LET_GO if self.seen.packs else _NOTHING)
 
     def before(self, tape: Tape, index: int) -> None:
-        """As in ``Policy``."""
-        self.ledger, self.data = tape.ledger, tape.data
         self._mark(tape, "op", index)
         self.inner.before(tape, index)
 
     def after(self, tape: Tape, index: int, results: Sequence[Any]) -> None:
-        """As in ``Policy``."""
         op = tape.ops[index]
         self.seen.forms.append(form_of_op(op))
         self.seen.sizes.append(sizes_of(tape, op))
-        self.places.append(place_of_caller())
-        self._outside.update(dict.fromkeys(number for _, number in tape.ops[index].makes))
+        self.seen.places.append(place_of_caller())
+        self._outside.update(number for _, number in op.makes)
         self.inner.after(tape, index, results)
 
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
-        """As in ``Policy``."""
         self.seen.packs.append(pack_of(tape, slot))
         if slot.datum is not None:
             self.seen.discarded.discard(slot.datum.number)
         self.inner.packed(tape, slot, t)
 
     def over(self, tape: Tape) -> None:
-        """As in ``Policy``."""
         self._mark(tape, "end", len(tape.ops))
         self.inner.over(tape)
 
     def asked(self, tape: Tape, slot: Slot) -> None:
-        """As in ``Policy``."""
         if self.look is not None and not tape.open:
             self.look.reach()
-        if not tape.open and graph_is_retained():
-            self.seen.retained.add(slot.number)
+            if graph_is_retained():
+                self.seen.retained.add(slot.number)
         if slot.datum is not None and not tape.open:
-            self._mark(tape, "asked", slot.number)
             there = (key for key, outside in tape.gathered.items() if outside.is_there)
-            self.seen.gathered[len(self.seen.marks) - 1] = frozenset(there)
+            self._mark(tape, "asked", slot.number, frozenset(there))
         self.inner.asked(tape, slot)
 
     def let_go(self, tape: Tape, datum: Datum) -> None:
-        """As in ``Policy``."""
         if tape.open and not datum.slots:
             self.seen.discarded.add(datum.number)
         self.inner.let_go(tape, datum)
-        self._mark_gone()
+        self._mark_gone(tape)
 
     def followed_by(self, policy: Policy) -> Policy:
-        """As in ``Policy``."""
         self.inner = policy
         return self
 
     def answered(self, tape: Tape, slot: Slot) -> None:
-        """As in ``Policy``."""
         assert slot.datum is not None
         self.inner.answered(tape, slot)
         if tape.open:
             self.seen.within.append(slot.datum.number)
             return
-        self._in_use[slot.datum.number] = None
-        self.seen.reads[len(self.seen.marks) - 1] = frozenset(self._in_use)
-        self._mark(tape, "answered", slot.number)
+        self._in_use.add(slot.datum.number)
+        if self.look is not None:
+            self.seen.marks[-1].data = frozenset(self._in_use)
+            self._mark(tape, "answered", slot.number)
 
-    def more_in_gaps(self, moments: Sequence[Moment]) -> tuple[int, int]:
+    def more_in_gaps(self, data: Sequence[Datum]) -> tuple[int, int]:
         """Bytes that the step held while forwards, and backwards, of other calls ran, above those that were there when
         its own forward returned and did not go before its backward.
         """
         end = next(k for k, mark in enumerate(self.seen.marks) if mark.what == "end")
-        stays = moments[end].level - sum(self.data[n].size for n in self.seen.freed)
+        stays = self.seen.moments[end].level - sum(data[n].size for n in self.seen.freed)
         more = {"forward": 0, "backward": 0}
         for gap, of in self.look.before_gaps if self.look is not None else ():
             if gap.moments > end:
@@ -206,44 +191,42 @@ class Observed:
         """What was noted has been used: nothing of the call is kept but what tells it from others."""
         self.seen.marks.clear()
         self.seen.moments.clear()
-        self.look, self.data = None, ()
+        self.look = None
 
     def _note(self, deaths: Sequence[int]) -> None:
         self._deaths += len(deaths)
-        for number in deaths:
-            self._in_use.pop(number, None)
+        self._in_use.difference_update(deaths)
 
-    def _mark_gone(self) -> None:
+    def _mark_gone(self, tape: Tape) -> None:
         """Note this moment, if data have gone between two reads of the backward."""
-        ledger, marks = self.ledger, self.seen.marks
-        if ledger is None or self.look is None or self.look.in_gap or marks[-1].what not in ("answered", "gone"):
+        marks = self.seen.marks
+        if self.look is None or self.look.in_gap or marks[-1].what not in ("answered", "gone"):
             return
-        deaths = ledger.deaths[self._deaths :]
-        idle = sum(self.data[n].size for n in deaths if n not in self._in_use and n not in self._outside)
-        used = self._in_use.keys() & deaths
+        deaths = tape.ledger.deaths[self._deaths :]
+        idle = sum(tape.data[n].size for n in deaths if n not in self._in_use and n not in self._outside)
+        used = frozenset(self._in_use.intersection(deaths))
         if idle or used:
             self._note(deaths)
             self.look.mark()
-            self.seen.used_up[len(marks)] = frozenset(used)
-            marks.append(Mark("gone", idle, ledger.live, time.perf_counter_ns()))
+            marks.append(Mark("gone", idle, tape.ledger.live, time.perf_counter_ns(), used))
 
-    def _mark(self, tape: Tape, what: str, index: int) -> None:
+    def _mark(self, tape: Tape, what: str, index: int, gathered: frozenset[int] = frozenset()) -> None:
         """Note this moment, and what has been let go since the one before."""
         at = len(self.seen.marks)
         deaths = tape.ledger.deaths[self._deaths :]
         if self.seen.marks and self.seen.marks[-1].what == "end":
             self.seen.freed.update(n for n in deaths if not tape.ledger.copies[n])
         self._note(deaths)
-        for number in [n for n in self._outside if not tape.ledger.is_held_outside(tape.data[n])]:
-            del self._outside[number]
-            self.seen.released[number] = at
-        for number in [n for n in self._in_use if tape.ledger.is_held_here_alone(tape.data[n])]:
-            del self._in_use[number]
+        released = self._outside - tape.held_outside(self._outside)
+        self._outside -= released
+        self.seen.released.update(dict.fromkeys(released, at))
+        self._in_use = {n for n in self._in_use if not tape.ledger.is_held_here_alone(tape.data[n])}
         kind_of(tape.device).synchronize(tape.device)
         if self.look is None:
             return
         self.look.mark()
-        self.seen.marks.append(Mark(what, index, tape.ledger.live, time.perf_counter_ns()))
+        mark = Mark(what, index, tape.ledger.live, time.perf_counter_ns(), gathered=gathered)
+        self.seen.marks.append(mark)
 
 
 def pack_of(tape: Tape, slot: Slot) -> tuple[int, int | None]:
@@ -252,7 +235,6 @@ def pack_of(tape: Tape, slot: Slot) -> tuple[int, int | None]:
 
 
 def sizes_of(tape: Tape, op: Op) -> tuple[int, ...]:
-    """Bytes of what ``op`` makes."""
     return tuple([tape.data[number].size for _, number in op.makes])
 
 
@@ -261,13 +243,10 @@ def place_of_caller() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path not in _USERS:
-            _USERS[path] = is_the_users(path)
-        if _USERS[path]:
+        if _is_the_users(path):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
-_USERS: dict[str, bool] = {}
-"""Whether a file is the user's."""
+_is_the_users = functools.cache(is_the_users)  # it is asked for each operation

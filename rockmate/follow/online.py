@@ -22,7 +22,7 @@ SLACK = 16
 """When a limit is reached, this part of it is let go at once."""
 
 
-class Online:
+class Online(Policy):
     """``limit``: bytes that may live, or a ``share`` of what autograd would keep. ``left``: it takes over from a plan,
     which may have let go what others cannot be made again without.
     """
@@ -33,11 +33,7 @@ class Online:
         self.held = 0  # bytes of data that are held, at most
         self.warned = False  # that a step may exceed the budget
 
-    def before(self, tape: Tape, index: int) -> None:
-        """As in ``Policy``."""
-
     def after(self, tape: Tape, index: int, results: Sequence[Any]) -> None:
-        """As in ``Policy``."""
         op = tape.ops[index]
         if op.reruns:
             for number in op.reads:
@@ -47,56 +43,36 @@ class Online:
         self._make_room(tape)
 
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
-        """As in ``Policy``."""
         datum = slot.datum
         if datum is not None and datum.base is None:
             self.saved += datum.size if datum.slots == 1 else 0
             self.held += datum.size
             datum.base = t.detach()
 
-    def over(self, tape: Tape) -> None:
-        """As in ``Policy``."""
-
     def asked(self, tape: Tape, slot: Slot) -> None:
-        """As in ``Policy``."""
         tape.reruns.limit = self.limit
         if self.left and not self.warned and not tape.open and graph_is_retained():
             self.warned = True
             warn_unplanned(RETAINED)
 
     def answered(self, tape: Tape, slot: Slot) -> None:
-        """As in ``Policy``."""
         datum = slot.datum
         if datum is not None and datum.slots == 1 and self._may_go(tape, datum) and not graph_is_retained():
             datum.base = None  # autograd alone has it from now on
         self._make_room(tape)
 
     def let_go(self, tape: Tape, datum: Datum) -> None:
-        """As in ``Policy``."""
         if not datum.slots and self._may_go(tape, datum):
             datum.base = None
 
     def _may_go(self, tape: Tape, datum: Datum) -> bool:
         """Whether the datum can be made again, or in the backward, nothing that is missing is made from it."""
-        if not datum.pinned and (not self.left or _Costs(tape).again(datum) is not None):
+        if not datum.pinned and (not self.left or _again(tape, datum) is not None):
             return True
         if tape.open:
             return False
         missing = (d.number for d in tape.data if d.slots and d.base is None)
-        return datum.number not in needed_for(tape.ops, tape.data, missing)
-
-    def keeps(self, tape: Tape, datum: Datum) -> bool:
-        """As in ``Policy``."""
-        return True
-
-    def ended(self) -> None:
-        """As in ``Policy``."""
-
-    def followed_by(self, policy: Policy) -> Policy:
-        """As in ``Policy``."""
-        return policy
-
-    # ------------------------------------------------------------------------- the limit
+        return datum not in needed_for(tape.ops, tape.data, missing)
 
     def _make_room(self, tape: Tape) -> None:
         if self.limit is not None:
@@ -115,49 +91,36 @@ class Online:
 
 def evict(tape: Tape, wanted: int) -> int:
     """Let data go until ``wanted`` bytes are free, or nothing is left that can; how many are."""
-    costs = _Costs(tape)
-    heap = [(cost, d.number) for d in tape.data if (cost := costs.rate(d)) is not None]
+    heap = [(cost, d.number) for d in tape.data if (cost := _rate(tape, d)) is not None]
     heapq.heapify(heap)
     freed = 0
     while heap and freed < wanted:
         cost, number = heapq.heappop(heap)
         datum = tape.data[number]
-        now = costs.rate(datum)
+        now = _rate(tape, datum)  # what it is made from may have gone
         if now is None:
             continue
         if now > cost:
             heapq.heappush(heap, (now, number))
             continue
         datum.base = None
-        costs.forget()
         freed += datum.size
     return freed
 
 
-class _Costs:
-    """What it takes to make data again, from what is held now."""
+def _rate(tape: Tape, datum: Datum) -> float | None:
+    """Nanoseconds a byte; None for data that cannot go, or whose memory somebody else holds."""
+    if datum.pinned or not datum.slots or not tape.ledger.is_held_here_alone(datum):
+        return None
+    again = _again(tape, datum)
+    return None if again is None else (1 + again) / datum.size
 
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        self._known: dict[int, float] = {}
 
-    def forget(self) -> None:
-        """Something was let go."""
-        self._known.clear()
-
-    def rate(self, datum: Datum) -> float | None:
-        """Nanoseconds a byte; None for data that cannot go, or whose memory somebody else holds."""
-        tape = self.tape
-        if datum.pinned or not datum.slots or not tape.ledger.is_held_here_alone(datum):
+def _again(tape: Tape, datum: Datum) -> int | None:
+    """Nanoseconds that it takes to make ``datum`` if it is not held; None if that cannot be done."""
+    total = 0
+    for other in needed_for(tape.ops, tape.data, [datum.number], lambda d: d is not datum and d.base is not None):
+        if other.pinned:
             return None
-        again = self.again(datum)
-        return None if again is None else (1 + again) / datum.size
-
-    def again(self, datum: Datum) -> float | None:
-        """Nanoseconds that it takes to make ``datum`` if it is not held; None if that cannot be done."""
-        total = 0.0
-        for other, makers in self.tape.reruns.to_make([datum], lambda d: d is not datum and d.base is not None):
-            if other.pinned:
-                return None
-            total += sum(self.tape.ops[index].nanoseconds for index in makers)
-        return total
+        total += sum(tape.ops[index].nanoseconds for index in other.makers)
+    return total

@@ -11,32 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
+from rockmate.planning.fates import fates
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import facts_of_call, text_of_facts
 from rockmate.progress import Report, silent
-from solvers import (
-    Bwd,
-    Frontier,
-    InfeasibleError,
-    Problem,
-    Run,
-    Schedule,
-    Step,
-    Walk,
-    format_schedule,
-    keep_everything,
-    solve,
-    walk,
-)
+from solvers import Bwd, Frontier, InfeasibleError, Problem, Run, Schedule, Step, Walk, keep_everything, walk
 from solvers.chain.refine import refine
-from solvers.solve import Request
+from solvers.solve import Request, solve
 from solvers.tables import html_facts
+from solvers.text import format_schedule
+from solvers.whole.baselines import recompute_all, segments_of_forward
+from solvers.whole.repair import repair, trim
+from solvers.whole.stages import Reruns, schedule_step, staged_step, timeline
+from solvers.whole.whole_graph import least_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from rockmate.planning.page import MemoryPage
-    from solvers.whole.stages import Reruns, Staged
 
 SECONDS = 2.0
 """How long a plan is looked for, unless ``time_limit`` says less."""
@@ -106,11 +98,22 @@ class FollowedPlan:
 
     def picture(self) -> Any:
         """What each block of operations keeps and runs again, as a ``graphviz.Digraph``."""
-        from rockmate.follow.picture import draw  # imported where a picture is asked for
+        import graphviz
+
+        from rockmate.planning.picture import COLOURS  # imported where a picture is asked for
 
         overhead = f"{100 * self.predicted_overhead:.1f} % longer"
         title = f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {overhead}"
-        return draw(self.problem, self.schedule, self.places, title)
+        graph = graphviz.Digraph(graph_attr={"label": title, "labelloc": "t"}, node_attr={"shape": "box"})
+        data, all_fates = self.problem.data, fates(self.problem, self.schedule)
+        for i, (node, fate) in enumerate(zip(self.problem.nodes, all_fates, strict=True)):
+            if node.makes:
+                size = show_bytes(sum(data[d].size for d in node.makes))
+                label = "\n".join(text for text in (node.name, self.places[i], size) if text)
+                graph.node(str(i), label, style="filled", fillcolor=COLOURS[fate.kind])
+                for j in dict.fromkeys(data[d].owner for d in node.reads):
+                    graph.edge(str(j), str(i))
+        return graph
 
     def plot_memory(self, path: str | Path | None = None) -> Figure:
         """Predicted memory over the time of a step as a figure of matplotlib, in MiB and ms, also written to ``path``.
@@ -170,11 +173,10 @@ def moment_of(problem: Problem, places: Sequence[str], step: Step) -> str:
     index, what = step.node, "the forward of"
     if isinstance(step, Bwd):
         backward = problem.nodes[step.node].backward
-        reads = () if backward is None else backward.reads
-        makers = [k for k, node in enumerate(problem.nodes) if not {*node.makes}.isdisjoint(reads)]
+        makers = [problem.data[d].owner for d in (backward.reads if backward else ())]
         if not makers:
             return "the backward"
-        index, what = makers[-1], "the backward that reads what is kept of"
+        index, what = max(makers), "the backward that reads what is kept of"
     name = problem.nodes[index].name.rpartition("_")[0] or problem.nodes[index].name
     return f"{what} {name}" + (f" at {places[index]}" if places[index] else "")
 
@@ -221,20 +223,15 @@ def _segmented(problem: Problem, budget: int, time_limit: float, report: Report)
     """The fastest cut of the forward into segments that fits, without useless reruns; if none fits, the one of least
     memory, mended; None if that does not fit, either.
     """
-    from solvers.whole.repair import repair, trim
-    from solvers.whole.stages import schedule_step, staged_step
-    from solvers.whole.whole_graph import least_step
-
     staged = staged_step(problem)
     cuts = _cuts(problem)
+    found: Reruns | None = None
     if fitting := [(cost, runs) for peak, cost, runs in cuts if peak <= budget]:
         best = min(fitting, key=lambda x: x[0])[1]
-        found: Reruns | None = trim(staged, budget, best, _remaining(min(SECONDS / 4, time_limit), report))
+        found = trim(staged, budget, best, _remaining(min(SECONDS / 4, time_limit), report))
     elif cuts and least_step(staged)[0] <= budget:
         least = min(cuts, key=lambda x: x[:2])[2]
         found = repair(staged, budget, least, _remaining(min(PATIENCE, time_limit), report))
-    else:
-        found = None
     return None if found is None else schedule_step(problem, found)
 
 
@@ -243,9 +240,6 @@ def _cuts(problem: Problem) -> tuple[tuple[int, int, Reruns], ...]:
     """(peak, nanoseconds of reruns, reruns) of the forward in few or many segments, with large data that several of
     them read kept, or run again in each.
     """
-    from solvers.whole.baselines import segments_of_forward
-    from solvers.whole.stages import staged_step, timeline
-
     staged = staged_step(problem)
     found: list[tuple[int, int, Reruns]] = []
     count = 2
@@ -278,12 +272,7 @@ def find_least(problem: Problem, report: Report = silent) -> Found:
     """The schedule of least memory that is found by bisection, with the fast heuristic. It may take very long: see
     ``fastest_of_least``. How long operations took does not count, which differs each time that a step is observed.
     """
-    from solvers.whole.baselines import recompute_all
-    from solvers.whole.repair import repair
-    from solvers.whole.stages import schedule_step, staged_step, timeline
-    from solvers.whole.whole_graph import least_step
-
-    staged: Staged = staged_step(replace(problem, nodes=tuple(replace(n, time=n.peak) for n in problem.nodes)))
+    staged = staged_step(replace(problem, nodes=tuple(replace(n, time=n.peak) for n in problem.nodes)))
     remaining = _remaining(SECONDS, report)
     ways = [(timeline(staged, runs).peak, runs) for runs in (staged.none(), recompute_all(staged))]
     high, best = min((*ways, *((peak, runs) for peak, _, runs in _cuts(problem))), key=lambda way: way[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,8 +13,8 @@ Tape = Any
 """``rockmate.follow.tape.Tape``, which has a policy."""
 
 
-class Policy(Protocol):
-    """What is held of a followed forward, and what is made again when."""
+class Policy:
+    """What is held of a followed forward, and what is made again when: at first nothing, and what is asked for."""
 
     def before(self, tape: Tape, index: int) -> None:
         """Operation ``index`` comes."""
@@ -39,9 +39,11 @@ class Policy(Protocol):
 
     def keeps(self, tape: Tape, datum: Datum) -> bool:
         """Whether ``datum``, which cannot be made again, is to be held."""
+        return True
 
-    def ended(self) -> None:
+    def ended(self, tape: Tape) -> None:
         """No slot is left."""
 
     def followed_by(self, policy: Policy) -> Policy:
         """What decides from now on, where ``policy`` is to take over."""
+        return policy

@@ -7,12 +7,13 @@ observed, less the data that lived. Each moment at which autograd asks for saved
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from rockmate.follow.moments import BackwardMoment, Forward, moments_of
-from rockmate.follow.observed import Seen
+from rockmate.follow.observed import Mark, Seen
+from rockmate.follow.plan import eager_peak_of
 from rockmate.follow.record import Datum, Op, needed_for
-from solvers import Backward, Block, Data, Node, Problem, keep_everything, walk
+from solvers import Backward, Block, Data, Node, Problem
 
 
 @dataclass
@@ -37,11 +38,11 @@ class FollowedProblem:
 
     def is_like(self, other: FollowedProblem) -> bool:
         """Whether it differs from ``other`` in bytes and times only, so that schedules of one are of the other, too."""
-        mine, theirs = self.problem, other.problem
-        parts = ((f.datum_of, f.ops_of, f.step_of, f.kept, f.problem.held, f.problem.returned) for f in (self, other))
-        if next(parts) != next(parts):
-            return False
-        return all(_shape(m) == _shape(n) for m, n in zip(mine.nodes, theirs.nodes, strict=True))
+        mine, theirs = (
+            [f.datum_of, f.ops_of, f.step_of, f.kept, f.problem.held, f.problem.returned, *map(_shape, f.problem.nodes)]
+            for f in (self, other)
+        )
+        return mine == theirs
 
     def with_worst_of(self, other: FollowedProblem) -> FollowedProblem:
         """A problem that a schedule fits in both: ``other`` is of the same forward, with another loss. Where their
@@ -50,8 +51,7 @@ class FollowedProblem:
         mine, theirs = self.problem, other.problem
         same = (self.datum_of, self.ops_of, self.step_of) == (other.datum_of, other.ops_of, other.step_of)
         if not same or any(_makes(m) != _makes(n) for m, n in zip(mine.nodes, theirs.nodes, strict=True)):
-            peaks = [walk(p, keep_everything(p)).peak for p in (mine, theirs)]
-            return self if peaks[0] >= peaks[1] else other
+            return max(self, other, key=lambda found: eager_peak_of(found.problem))
         nodes = tuple(_worst(m, n) for m, n in zip(mine.nodes, theirs.nodes, strict=True))
         held = mine.held | theirs.held
         returned = (mine.returned | theirs.returned) - held
@@ -64,41 +64,65 @@ def _makes(node: Node) -> tuple[object, ...]:
 
 
 def _worst(mine: Node, theirs: Node) -> Node:
-    reads, peak = tuple(sorted({*mine.reads, *theirs.reads})), max(mine.peak, theirs.peak)
-    a, b = mine.backward, theirs.backward
-    if a is None or b is None:
-        return replace(mine, reads=reads, peak=peak)
-    read = tuple(sorted({*a.reads, *b.reads}))
-    sizes = max(a.before, b.before), max(a.peak, b.peak), max(a.after, b.after)
-    return replace(mine, reads=reads, peak=peak, backward=Backward(max(a.time, b.time), read, *sizes))
+    a, b, backward = mine.backward, theirs.backward, mine.backward
+    if a is not None and b is not None:
+        sizes = max(a.before, b.before), max(a.peak, b.peak), max(a.after, b.after)
+        backward = Backward(max(a.time, b.time), tuple(sorted({*a.reads, *b.reads})), *sizes)
+    reads = tuple(sorted({*mine.reads, *theirs.reads}))
+    return replace(mine, reads=reads, peak=max(mine.peak, theirs.peak), backward=backward)
 
 
 def _shape(node: Node) -> tuple[object, ...]:
     return node.reads, node.makes, node.rerun, None if node.backward is None else node.backward.reads
 
 
+def _name(op: Op, index: int) -> str:
+    return f"{op.func._schema.name.removeprefix('aten::')}_{index}"
+
+
 @dataclass
+class BackwardMoment:
+    """One moment of the backward. ``slots``: that it reads. ``gathered``: storages that come and go which are there."""
+
+    slots: list[int]
+    gathered: frozenset[int]
+    reads: set[int]
+    before: int
+    peak: int
+    time: int
+    after: int = 0
+
+
 class _Building:
-    nodes: list[Node] = field(default_factory=list)
-    data: list[Data] = field(default_factory=list)
-    datum_of: list[int] = field(default_factory=list)
-    ops_of: list[tuple[int, ...]] = field(default_factory=list)
-    at: dict[int, int] = field(default_factory=dict)  # data of the problem, by datum
-    gathered: dict[int, frozenset[int]] = field(default_factory=dict)  # by node, storages that come and go
-    outside: int | None = None  # the datum of memory that is not followed, if there is some now
+    """The problem of a step, as it grows with the ``ops`` of the step. ``noted``: the data of the tape."""
+
+    def __init__(self, ops: list[Op], noted: list[Datum], seen: Seen) -> None:
+        self.ops, self.noted, self.seen = ops, noted, seen
+        self.marks = {mark.number: k for k, mark in enumerate(seen.marks) if mark.what == "op"}
+        self.nodes: list[Node] = []
+        self.data: list[Data] = []
+        self.datum_of: list[int] = []
+        self.ops_of: list[tuple[int, ...]] = []
+        self.at: dict[int, int] = {}  # data of the problem, by datum; by -1 - datum before it was written
+        self.gathered: dict[int, frozenset[int]] = {}  # by node, storages that come and go
+        self.outside: int | None = None  # the datum of memory that is not followed, if there is some now
 
     def datum(self, number: int, name: str, size: int) -> int:
-        """New data of the node that comes next."""
         self.data.append(Data(name, size, len(self.nodes)))
         self.datum_of.append(number)
         return len(self.data) - 1
 
-    def node(self, node: Node, ops: tuple[int, ...] = (), gathered: frozenset[int] = frozenset()) -> None:
-        """The next node. ``gathered``: see ``Op``."""
-        if gathered:
+    def node(self, node: Node, *ops: int) -> None:
+        """The next node, which runs ``ops`` again."""
+        if gathered := frozenset[int]().union(*(self.ops[index].gathered for index in ops)):
             self.gathered[len(self.nodes)] = gathered
         self.nodes.append(node)
         self.ops_of.append(ops)
+
+    def span(self, name: str, reads: Sequence[int] = (), makes: Sequence[int] = ()) -> None:
+        """A node that only says how long data live: of those that it ``makes`` it allocates all."""
+        peak = sum(self.data[d].size for d in makes)
+        self.node(Node(name, 0, tuple(reads), tuple(makes), peak, None, rerun=False))
 
     def beside(self, size: int) -> None:
         """From now on there are ``size`` bytes that are not followed, such as parameters that were gathered."""
@@ -106,169 +130,193 @@ class _Building:
         if size == (0 if before is None else self.data[before].size):
             return
         if before is not None:
-            self.node(Node(f"outside_ends{len(self.nodes)}", 0, (before,), (), 0, None, rerun=False))
+            self.span(f"outside_ends{len(self.nodes)}", reads=[before])
         self.outside = self.datum(-1, f"outside{len(self.nodes)}", size) if size else None
         if self.outside is not None:
-            self.node(Node(f"outside{len(self.nodes)}", 0, (), (self.outside,), size, None, rerun=False))
+            self.span(f"outside{len(self.nodes)}", makes=[self.outside])
+
+    def known(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """The data of the problem that stand for those of the tape."""
+        return tuple(sorted({self.at[n] for n in numbers if n in self.at}))
+
+    def own(self, index: int) -> int:
+        """The most bytes that an operation allocates."""
+        k = self.marks[index]
+        moment = self.seen.moments[k]
+        return moment.peak - max(moment.level, self.seen.marks[k].live)
+
+    def add(self, index: int, unwritten: bool) -> None:
+        """A node of one operation; none for one that takes no memory, as views do.
+
+        ``unwritten``: later operations write some of what it makes or writes before anybody reads it. Until then that
+        is other data. What else it makes, as the statistics of a norm, it can make again alone.
+        """
+        op, own = self.ops[index], self.own(index)
+        makes = [self.noted[n] for _, n in op.makes]
+        if not makes and own <= 0 and not unwritten:
+            return
+        name, reads, mine = _name(op, index), self.known(op.reads), []
+        for datum in makes:
+            size, made = datum.size, f"{name}.{datum.number}"
+            if datum.is_written_again:
+                mine.append(self.datum(-1, f"{made}.unwritten", size))
+                self.at[-1 - datum.number] = mine[-1]
+            else:
+                mine.append(self.datum(datum.number, made, size))
+                self.at[datum.number] = mine[-1]
+        whole = [datum for datum in makes if not datum.is_written_again]
+        again = not unwritten or bool(whole)
+        reruns = op.reruns and bool(whole) and not any(datum.pinned for datum in whole)
+        peak, time = max(own, sum(datum.size for datum in makes)), op.nanoseconds if again else 0
+        name += "_unwritten" if unwritten else ""
+        self.node(Node(name, time, reads, tuple(mine), peak, None, rerun=reruns), *((index,) if again else ()))
+
+    def add_group(self, datum: Datum) -> None:
+        """The maker of a datum and all that write into it, as one node at the place of the last of them."""
+        ops, number = datum.makers, datum.number
+        self.span(f"written{ops[-1]}", reads=[self.at[-1 - number]])
+        own, *others = map(self.own, ops)
+        peak = max(own, sum(self.noted[n].size for _, n in self.ops[ops[0]].makes) + max(others))
+        reads = self.known(n for i in ops for n in self.ops[i].reads if n != number)
+        name = _name(self.ops[ops[0]], ops[-1])
+        self.at[number] = self.datum(number, f"{name}.{number}", datum.size)
+        time = sum(self.ops[i].nanoseconds for i in ops)
+        self.node(Node(name, time, reads, (self.at[number],), peak, None), *ops)
+
+    def add_backwards(self, steps: list[BackwardMoment]) -> dict[int, int]:
+        self._limit(steps)
+        step_of: dict[int, int] = {}
+        for step in reversed(steps):
+            step_of.update(dict.fromkeys(step.slots, len(self.nodes)))
+            backward = Backward(step.time, self.known(step.reads), step.before, step.peak, step.after)
+            self.node(Node(f"backward{len(self.nodes)}", 0, (), (), 0, backward, rerun=False))
+        return step_of
+
+    def _limit(self, steps: list[BackwardMoment]) -> None:
+        """Nodes that read what comes and goes may run again at those moments at which it was seen to be there."""
+        last = len(self.nodes) + len(steps) - 1  # the node of the first moment
+        for i, wanted in self.gathered.items():
+            there = [last - j for j, step in enumerate(steps) if wanted <= step.gathered]
+            ends = [k for k in range(len(there)) if there[k] - 1 not in there[k + 1 : k + 2]]
+            stretches = [there[a + 1 : b + 1] for a, b in itertools.pairwise([-1, *ends])]
+            longest = max(stretches, key=len, default=[])
+            within = (longest[0], longest[-1]) if longest else None
+            node = self.nodes[i]
+            self.nodes[i] = replace(node, rerun=node.rerun and within is not None, within=within)
 
 
 def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
     """The problem of a step that is over: its ``ops`` and ``data``, as a ``Tape`` has noted them."""
-    building, tape = _Building(), Forward(ops, data)
-    ends = _ends(tape, seen)
-    kept = frozenset(n for n in needed_for(ops, data, seen.unread()) if data[n].pinned)
-    ends.update(dict.fromkeys(kept - seen.freed, len(seen.marks) + len(ops)))
-    marks = {mark.number: k for k, mark in enumerate(seen.marks) if mark.what == "op"}
+    building, count = _Building(ops, data, seen), len(ops)
+    ends, always = _ends(ops, data, seen), count + len(seen.marks)
+    kept = frozenset(d.number for d in needed_for(ops, data, seen.unread()) if d.pinned)
+    ends.update(dict.fromkeys(kept - seen.freed, always))
     released: dict[int, list[int]] = {}  # data, by the operation at whose end nobody outside holds them any more
     for number, end in ends.items():
-        if end < len(tape.ops):
-            released.setdefault(end, []).append(number)
-    groups = {d.writers[-1]: d.number for d in tape.data if d.writers and not d.pinned}
-    within = {i for d in tape.data if d.writers and not d.pinned for i in (d.maker, *d.writers)}
-    for index, op in enumerate(tape.ops):
-        k = marks[index]
+        released.setdefault(end, []).append(number)
+    groups = {d.writers[-1]: d for d in data if d.is_written_again}
+    within = {i for d in groups.values() for i in d.makers}
+    for index in range(count):
+        k = building.marks[index]
         building.beside(max(0, seen.moments[k].level - seen.marks[k].live))
-        own = _own(seen, k)
         if index in groups:
-            _add_group(building, tape, seen, marks, groups[index])
-        elif index in within:
-            _add_unwritten(building, tape, index, own)
+            building.add_group(groups[index])
         else:
-            _add(building, tape, index, op, own)
-        late = [building.at[n] for n in released.get(index, ()) if n in building.at]
-        if late:
-            building.node(Node(f"release{index}", 0, tuple(sorted(late)), (), 0, None, rerun=False))
+            building.add(index, unwritten=index in within)
+        if late := building.known(released.get(index, ())):
+            building.span(f"release{index}", reads=late)
     building.beside(0)  # the loss counts it from here on
-    return _with_backwards(building, tape, seen, ends, kept)
+    step_of = building.add_backwards(_moments_of(ops, data, seen, ends))
+    end = next(k for k, mark in enumerate(seen.marks) if mark.what == "end")
+    loss = max(0, seen.moments[end].peak - min(mark.live for mark in seen.marks[end : end + 2]))
+    held = frozenset(building.known(n for n, at in ends.items() if at == always))
+    returned = frozenset(building.known(n for n, at in ends.items() if count <= at < always))
+    outputs = frozenset(building.known(n for n, at in ends.items() if count <= at or n in seen.freed))
+    blocks = (Block(0, len(building.nodes), 0),) if building.nodes else ()
+    problem = Problem(tuple(building.nodes), tuple(building.data), held, loss, blocks, returned - held)
+    problem.verify()
+    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of, kept, outputs)
 
 
-def _own(seen: Seen, k: int) -> int:
-    """The most bytes that the operation at mark ``k`` allocates."""
-    moment = seen.moments[k]
-    return moment.peak - max(moment.level, seen.marks[k].live)
-
-
-def _name(op: Op, index: int) -> str:
-    return f"{op.func._schema.name[6:] if op.func.namespace == 'aten' else op.func._schema.name}_{index}"
-
-
-def _add(building: _Building, tape: Forward, index: int, op: Op, own: int) -> None:
-    """A node of one operation; none for one that takes no memory, as views do."""
-    makes = [tape.data[n] for _, n in op.makes]
-    if not makes and own <= 0:
-        return
-    reads = sorted({building.at[n] for n in op.reads if n in building.at})
-    mine = []
-    for datum in makes:
-        building.at[datum.number] = building.datum(datum.number, f"{_name(op, index)}.{datum.number}", datum.size)
-        mine.append(building.at[datum.number])
-    reruns = op.reruns and bool(makes) and not any(d.pinned for d in makes)
-    peak = max(own, sum(d.size for d in makes))
-    node = Node(_name(op, index), op.nanoseconds, tuple(reads), tuple(mine), peak, None, rerun=reruns)
-    building.node(node, (index,), op.gathered)
-
-
-def _add_unwritten(building: _Building, tape: Forward, index: int, own: int) -> None:
-    """The maker of memory that later operations write before anybody reads it: until then it is other data.
-
-    What else it makes, as the statistics of a norm, it can make again alone.
-    """
-    op = tape.ops[index]
-    mine, others = [], []
-    for _, number in op.makes:
-        datum = tape.data[number]
-        name = f"{_name(op, index)}.{number}"
-        if datum.writers and not datum.pinned:
-            mine.append(building.datum(-1, f"{name}.unwritten", datum.size))
-            building.at[-1 - number] = mine[-1]
-        else:
-            mine.append(building.datum(number, name, datum.size))
-            building.at[number] = mine[-1]
-            others.append(datum)
-    reads = sorted({building.at[n] for n in op.reads if n in building.at})
-    peak = max(own, sum(building.data[d].size for d in mine))
-    reruns = op.reruns and bool(others) and not any(d.pinned for d in others)
-    name, time = f"{_name(op, index)}_unwritten", op.nanoseconds if others else 0
-    node = Node(name, time, tuple(reads), tuple(mine), peak, None, rerun=reruns)
-    building.node(node, (index,) if others else (), op.gathered)
-
-
-def _add_group(building: _Building, tape: Forward, seen: Seen, marks: dict[int, int], number: int) -> None:
-    """The maker of a datum and all that write into it, as one node at the place of the last of them."""
-    datum = tape.data[number]
-    ops = (datum.maker, *datum.writers)
-    unwritten = building.at[-1 - number]
-    building.node(Node(f"written{ops[-1]}", 0, (unwritten,), (), 0, None, rerun=False))
-    own, *others = (_own(seen, marks[i]) for i in ops)
-    peak = max(own, sum(tape.data[n].size for _, n in tape.ops[ops[0]].makes) + max(others))
-    reads = {building.at[n] for i in ops for n in tape.ops[i].reads if n != number and n in building.at}
-    name = _name(tape.ops[ops[0]], ops[-1])
-    building.at[number] = building.datum(number, f"{name}.{number}", datum.size)
-    time = sum(tape.ops[i].nanoseconds for i in ops)
-    node = Node(name, time, tuple(sorted(reads)), (building.at[number],), peak, None)
-    building.node(node, ops, frozenset().union(*(tape.ops[i].gathered for i in ops)))
-
-
-def _ends(tape: Forward, seen: Seen) -> dict[int, int]:
+def _ends(ops: list[Op], data: list[Datum], seen: Seen) -> dict[int, int]:
     """The operation after which nobody outside holds a datum that nothing reads so late; the number of operations, and
     the number of the mark beyond, for what is held after the forward; -1 for what is always held. What goes before the
     backward, as what autocast has cast, counts to the last operation: the loss has the room that it leaves.
     """
-    count = len(tape.ops)
-    last_read = {d.number: max((d.maker, *d.writers)) for d in tape.data}
-    for index, op in enumerate(tape.ops):
+    count = len(ops)
+    last_read = {d.number: max(d.makers) for d in data}
+    for index, op in enumerate(ops):
         for number in op.reads if op.makes else ():
             last_read[number] = max(last_read[number], index)
     ends: dict[int, int] = {}
-    for datum in tape.data:
-        at = seen.released.get(datum.number)
-        if at is None:
-            ends[datum.number] = len(seen.marks) + count
-            continue
-        mark = seen.marks[at]
-        if mark.what == "op":
-            if mark.number - 1 > last_read[datum.number]:
-                ends[datum.number] = mark.number - 1
-        elif mark.what == "end" or datum.number in seen.freed:
-            if count - 1 > last_read[datum.number]:
-                ends[datum.number] = count - 1
+    for number, read in last_read.items():
+        at = seen.released.get(number)
+        mark = None if at is None else seen.marks[at]
+        if mark is not None and (mark.what in ("op", "end") or number in seen.freed):
+            end = (mark.number if mark.what == "op" else count) - 1
+            if end > read:
+                ends[number] = end
         else:
-            ends[datum.number] = count + at
+            ends[number] = count + (len(seen.marks) if at is None else at)
     return ends
 
 
-def _limit(building: _Building, steps: list[BackwardMoment]) -> None:
-    """Nodes that read what comes and goes may run again at those moments at which it was seen to be there."""
-    last = len(building.nodes) + len(steps) - 1  # the node of the first moment
-    for i, wanted in building.gathered.items():
-        there = [last - j for j, step in enumerate(steps) if wanted <= step.gathered]
-        ends = [k for k in range(len(there)) if there[k] - 1 not in there[k + 1 : k + 2]]
-        stretches = [there[a + 1 : b + 1] for a, b in itertools.pairwise([-1, *ends])]
-        longest = max(stretches, key=len, default=[])
-        within = (longest[0], longest[-1]) if longest else None
-        node = building.nodes[i]
-        building.nodes[i] = replace(node, rerun=node.rerun and within is not None, within=within)
+def _moments_of(ops: Sequence[Op], data: Sequence[Datum], seen: Seen, ends: dict[int, int]) -> list[BackwardMoment]:
+    """The moments of the backward, in order. Where autograd asks for several tensors at once, they are one. So are all
+    from one at which it asks for a tensor to the last at which it does so again, as for a hook that differentiates.
+    """
+    first: dict[int, int] = {}  # the moment that reads it, by slot
+    asked = [k for k, mark in enumerate(seen.marks) if mark.what == "asked"]
+    steps: list[BackwardMoment] = []
+    used_up = any(mark.what == "gone" and mark.data for mark in seen.marks)
+    last = _last_needed(ops, data, seen, asked) if used_up else {}
+    quiet = False  # nothing was allocated since the moment before was answered
+
+    def bytes_gone(mark: Mark, k: int) -> int:
+        """Bytes that went at a mark, and may be there under another schedule: what nobody used, and what autograd did
+        use for the moment at mark ``k``, and something is made from again later.
+        """
+        return mark.number + sum(data[n].size for n in mark.data if last.get(n, k) > k)
+
+    for k, end in itertools.zip_longest(asked, asked[1:], fillvalue=len(seen.marks)):
+        after = range(k + 1, end)  # "answered", and then "gone"
+        before = seen.moments[k].level - seen.marks[k].live
+        gone = itertools.accumulate((bytes_gone(seen.marks[j], k) for j in after[1:]), initial=0)
+        peak = max(seen.moments[j].peak + idle for j, idle in zip(after, gone, strict=True)) - seen.marks[k + 1].live
+        held = {n for n, at in ends.items() if len(ops) + k < at < len(ops) + len(seen.marks)}
+        reads = {*seen.marks[k].data, *held}
+        time = (seen.marks[end].time if end < len(seen.marks) else seen.ended) - seen.marks[k + 1].time
+        if quiet:
+            steps[-1].peak = 0
+        slot, there = seen.marks[k].number, seen.marks[k].gathered
+        steps.append(BackwardMoment([slot], there, reads, max(0, before), max(0, peak), time))
+        at = first.get(slot, len(steps) - 1 - quiet)
+        steps[at:] = [_joined(steps[at:])]
+        first.update(dict.fromkeys(steps[at].slots, at))
+        quiet = {bytes_ for j in after for bytes_ in seen.moments[j]} == {seen.moments[end].level}
+    final = seen.moments[-1].level - seen.left if steps else 0
+    for step, following in itertools.zip_longest(steps, steps[1:]):
+        step.after = max(0, following.before if following is not None else final)
+        step.peak = max(step.peak, step.before, step.after)
+    return steps
 
 
-def _with_backwards(
-    building: _Building, tape: Forward, seen: Seen, ends: dict[int, int], kept: frozenset[int]
-) -> FollowedProblem:
-    steps, count = moments_of(tape, seen, ends), len(tape.ops)
-    step_of: dict[int, int] = {}
-    _limit(building, steps)
-    for step in reversed(steps):
-        step_of.update(dict.fromkeys(step.slots, len(building.nodes)))
-        reads = tuple(sorted(building.at[n] for n in step.reads if n in building.at))
-        backward = Backward(step.time, reads, step.before, step.peak, step.after)
-        building.node(Node(f"backward{len(building.nodes)}", 0, (), (), 0, backward, rerun=False))
-    end = next(k for k, mark in enumerate(seen.marks) if mark.what == "end")
-    loss = max(0, seen.moments[end].peak - min(mark.live for mark in seen.marks[end : end + 2]))
-    always = len(seen.marks) + count
-    held = frozenset(building.at[n] for n, at in ends.items() if at == always and n in building.at)
-    returned = frozenset(building.at[n] for n, at in ends.items() if count <= at < always and n in building.at)
-    outputs = {n for n, at in ends.items() if count <= at or n in seen.freed}
-    blocks = (Block(0, len(building.nodes), 0),) if building.nodes else ()
-    problem = Problem(tuple(building.nodes), tuple(building.data), held, loss, blocks, returned - held)
-    problem.verify()
-    found = frozenset(building.at[n] for n in outputs if n in building.at)
-    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of, kept, found)
+def _joined(steps: list[BackwardMoment]) -> BackwardMoment:
+    joined, *others = steps
+    for step in others:
+        joined.slots += step.slots
+        joined.reads |= step.reads
+        joined.peak = max(joined.peak, step.peak)
+        joined.time += step.time
+    return joined
+
+
+def _last_needed(ops: Sequence[Op], data: Sequence[Datum], seen: Seen, asked: Sequence[int]) -> dict[int, int]:
+    """By datum, the last of the marks ``asked`` that needs it: itself, or something that is made again from it."""
+    last: dict[int, int] = {}
+    for k in reversed(asked):
+        number = seen.packs[seen.marks[k].number][1]
+        if number is not None:
+            needed = needed_for(ops, data, [number], lambda d: d.number in last)
+            last.update({d.number: k for d in needed})
+    return last

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from rkgb.storages import alias_of
+from rkgb.storages import alias_of, counter_of
 from rockmate.errors import GoneError
 from rockmate.run.slots import Form, changed
 
@@ -78,12 +78,12 @@ class Op:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     reruns: bool
+    grad: bool
     makes: tuple[tuple[int, int], ...] = ()
     gathered: frozenset[int] = frozenset()
     nanoseconds: int = 0
     writes_outside: bool = False
     draws_from_given: bool = False
-    grad: bool = True
 
 
 OpForm = tuple[Any, ...]
@@ -121,17 +121,35 @@ class Datum:
     version: int | None = None
     needs: frozenset[int] = frozenset()
 
+    @property
+    def makers(self) -> tuple[int, ...]:
+        """The operations that make it again."""
+        return self.maker, *self.writers
 
-def needed_for(ops: Sequence[Op], data: Sequence[Datum], wanted: Iterable[int], known: Container[int] = ()) -> set[int]:
-    """The ``wanted`` data and all that they are made from, back to what cannot be made again, or is ``known``."""
-    left, found = [*wanted], set[int]()
+    def count_writes(self, t: torch.Tensor) -> None:
+        """``t`` in its memory says from now on when that is written."""
+        if self.counter is None and not t.is_inference():
+            self.counter = counter_of(t)
+
+    @property
+    def is_written_again(self) -> bool:
+        """Whether its maker alone does not make it again."""
+        return bool(self.writers) and not self.pinned
+
+
+def needed_for(
+    ops: Sequence[Op], data: Sequence[Datum], wanted: Iterable[int], there: Callable[[Datum], bool] = lambda _: False
+) -> Iterator[Datum]:
+    """The ``wanted`` data and all that they are made from, each once, back to what cannot be made again and in front
+    of what is ``there``.
+    """
+    left, seen = [*wanted], set[int]()
     while left:
         datum = data[left.pop()]
-        if datum.number not in found and datum.number not in known:
-            found.add(datum.number)
-            makers = () if datum.pinned else (datum.maker, *datum.writers)
-            left += [n for index in makers for n in ops[index].reads]
-    return found
+        if datum.number not in seen and not there(datum):
+            seen.add(datum.number)
+            yield datum
+            left += () if datum.pinned else [n for index in datum.makers for n in ops[index].reads]
 
 
 class Use(NamedTuple):
@@ -198,10 +216,11 @@ def _gone(ledger: weakref.ref[Ledger], key: int, size: int, _: Any) -> None:
 class Slot:
     """What autograd keeps in the place of a tensor that it would save. ``number``: how many came before it.
 
-    ``datum``: where the tensor lies, None if it is ``held`` itself. ``counter``: has its version counter.
+    ``datum``: where the tensor lies, as ``form`` says. ``counter``: has its version counter; without a datum it is the
+    tensor itself.
     """
 
-    __slots__ = ("counter", "datum", "form", "held", "number", "tape", "version")
+    __slots__ = ("counter", "datum", "form", "number", "tape", "version")
 
     def __init__(self, tape: Any, number: int, t: torch.Tensor) -> None:
         self.tape, self.number = tape, number
@@ -209,16 +228,11 @@ class Slot:
         self.datum: Datum | None = None
         self.form: Form = ()
         self.counter: torch.Tensor | None = None
-        self.held: torch.Tensor | None = None
 
     def __del__(self) -> None:
         if self.datum is not None:
             self.datum.slots -= 1
             self.tape.policy.let_go(self.tape, self.datum)
-
-
-def _has_values(t: torch.Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 class Wrapped:
@@ -230,12 +244,16 @@ class Wrapped:
     __slots__ = ("form", "kind", "others", "ref", "slots", "version")
 
     def __init__(self, t: Any, pack: Callable[[torch.Tensor], Any]) -> None:
-        """``pack``: makes a slot."""
         names, context = t.__tensor_flatten__()
         self.kind, self.form = type(t), (context, t.size(), t.stride())
-        parts = {name: getattr(t, name) for name in names}
-        self.slots = {name: pack(x) for name, x in parts.items() if isinstance(x, torch.Tensor) and _has_values(x)}
-        self.others = {name: x for name, x in parts.items() if name not in self.slots}
+        self.slots: dict[str, Any] = {}
+        self.others: dict[str, Any] = {}
+        for name in names:
+            x = getattr(t, name)
+            if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
+                self.slots[name] = pack(x)
+            else:
+                self.others[name] = x
         self.ref, self.version = weakref.ref(t), t._version
 
     def value(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from rkgb.trace.capture import current_mode
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.errors import GoneError
 from rockmate.follow.noting import flat
-from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref
+from rockmate.follow.record import Datum, Ledger, Op, Outside, Ref, needed_for
 from rockmate.run.slots import changed, formed
 
 
@@ -67,20 +67,6 @@ class Reruns:
         assert datum.base is not None
         return datum.base
 
-    def to_make(self, data: Iterable[Datum], there: Callable[[Datum], bool]) -> Iterator[tuple[Datum, list[int]]]:
-        """``data``, and what they are made of as far as it is not ``there``: each once, with the operations that make
-        and write it. Those of a pinned one cannot run again.
-        """
-        left, seen = list(data), set[int]()
-        while left:
-            datum = left.pop()
-            if datum.number in seen or there(datum):
-                continue
-            seen.add(datum.number)
-            makers = [datum.maker, *datum.writers]
-            yield datum, makers
-            left += [self.data[n] for index in makers for n in self.ops[index].reads]
-
     def can_make(self, numbers: Collection[int]) -> bool:
         """Whether all these data can be held, where the others go that can be made again."""
 
@@ -90,8 +76,9 @@ class Reruns:
                 return True
             return wanted and self.ledger.storage_of(datum.number) is not None
 
-        for datum, makers in self.to_make([self.data[n] for n in numbers], there):
-            if datum.pinned or not all(self.gathered[k].is_there for index in makers for k in self.ops[index].gathered):
+        for datum in needed_for(self.ops, self.data, numbers, there):
+            gathered = (self.gathered[key] for index in datum.makers for key in self.ops[index].gathered)
+            if datum.pinned or not all(outside.is_there for outside in gathered):
                 return False
         return True
 
@@ -99,14 +86,14 @@ class Reruns:
         """The operations that make the datum from what is held, and the data that they make for it."""
         found: set[int] = set()
         wanted: set[int] = set()
-        for other, makers in self.to_make([datum], lambda d: d.base is not None):
+        for other in needed_for(self.ops, self.data, [datum.number], lambda d: d.base is not None):
             if other.pinned:
                 raise GoneError(
                     "a backward reads what cannot be made again, and is gone: call backward once for each forward, or "
                     "with retain_graph=True from the first time on"
                 )
             wanted.add(other.number)
-            found.update(makers)
+            found.update(other.makers)
         return found, wanted
 
     def run(self, ops: Sequence[int], wanted: Collection[int]) -> None:
@@ -114,24 +101,16 @@ class Reruns:
 
         Of what they make, the ``wanted`` data are held.
         """
-        below, grad = torch._C._AutoDispatchBelowAutograd(), torch.is_grad_enabled()
-        try:
-            if runs_plainly(self.settings):
-                with torch._C._DisableAutocast(), below:
-                    self._run(ops, wanted)
-            else:
-                with running_in(replace(current_mode(), autocast=()), self.settings), below:
-                    self._run(ops, wanted)
-        finally:
-            torch.set_grad_enabled(grad)
-
-    def _run(self, ops: Sequence[int], wanted: Collection[int]) -> None:
-        for index in ops:
-            op = self.ops[index]
-            torch._C._set_grad_enabled(op.grad)
-            result = op.func(*self._values(op.args), **{k: self._value(v) for k, v in op.kwargs.items()})
-            if op.makes:
-                results = list(flat(result))
+        plainly = runs_plainly(self.settings)
+        mode = (
+            torch._C._DisableAutocast() if plainly else running_in(replace(current_mode(), autocast=()), self.settings)
+        )
+        with mode, torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(torch.is_grad_enabled()):
+            for index in ops:
+                op = self.ops[index]
+                torch._C._set_grad_enabled(op.grad)
+                result = op.func(*self._values(op.args), **{k: self._value(v) for k, v in op.kwargs.items()})
+                results = list(flat(result)) if op.makes else []
                 for position, number in op.makes:
                     datum = self.data[number]
                     if datum.base is None and number in wanted and not datum.pinned:

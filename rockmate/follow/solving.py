@@ -1,30 +1,38 @@
-"""Plans of followed steps for the budget of now, which a share becomes when the first step was seen."""
+"""Plans of followed steps for the budget of now, which a share becomes when the first step was seen, and the ways in
+which a call can share it with others of its step.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from dataclasses import replace
 
 from rockmate.budget import Budget, show_at_least, show_at_most
 from rockmate.calls.front import Front
 from rockmate.calls.terms import least_instead
+from rockmate.calls.turns import FoundWays, peak_of
 from rockmate.errors import InfeasibleBudgetError
-from rockmate.follow.known import CallKind, Known
+from rockmate.follow.known import CallKinds, Known
 from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, find_least, moment_of
-from rockmate.follow.planned import program_of
+from rockmate.follow.planned import FollowedProgram, program_of
 from rockmate.planning.least import least_and_share, saves_nothing
+from rockmate.planning.ways import schedules_of
 from rockmate.progress import Progress, Report
-from solvers import InfeasibleError, walk
+from solvers import InfeasibleError, Problem, Schedule, walk
+from solvers.calls import Way
 from solvers.interrupts import Heeded
+
+SECONDS = 0.1
+"""How long one way is looked for."""
 
 
 class Solving:
-    """``why`` the calls are followed. ``asked``: the budget as it was given, once it has become bytes. ``spent``:
-    seconds of the attempt to capture the first call.
+    """``why`` the calls are followed. ``kinds``: all of them, whose plans may do for one another. ``asked``: the budget
+    as it was given, once it has become bytes. ``spent``: seconds of the attempt to capture the first call.
     """
 
-    def __init__(self, front: Front, why: str) -> None:
-        self.front, self.why = front, why
+    def __init__(self, front: Front, why: str, kinds: CallKinds) -> None:
+        self.front, self.why, self.kinds = front, why, kinds
         self.asked: Budget | None = None
         self.spent: dict[str, float] = {}
 
@@ -38,8 +46,8 @@ class Solving:
             terms.budget = max(terms.budget, terms.bytes_of(self.asked, known))
         return terms.budget
 
-    def solve(self, known: Known, kind: CallKind, every: Iterable[CallKind]) -> None:
-        """Plan ``known``, which is of ``kind``, for the budget of now; ``every``: kinds, whose plans may do."""
+    def solve(self, known: Known) -> None:
+        """Plan ``known`` for the budget of now."""
         budget = self._settled(known)
         if budget == known.budget:
             return
@@ -49,16 +57,20 @@ class Solving:
         with Heeded(), Progress(terms.progress) as report:
             report("solve", 0.0)
             try:
-                carried = None if known.uses else self._carried(known, every, budget)
+                carried = self._carried(known, budget)
                 found = carried or find(problem, budget, terms.options, report)
                 known.carried = carried is not None
-            except InfeasibleError:
-                fits = known.fitting(budget)  # a search that its time ends finds it or not
+            except InfeasibleError:  # a search that its time ends finds it or not
+                fits = known.fastest([known.schedule, known.least], budget)
                 found = fits or self._least(known, budget, report)
-        known.budget = budget
-        known.plan = self._plan(known, kind, found, budget, time.perf_counter() - began)
-        known.program = program_of(known.found, found.schedule, known.observed.seen)
-        known.schedule = found.schedule
+        setup = {**self.spent, "observe": known.seconds, "solve": time.perf_counter() - began}
+        self.spent = {}
+        known.budget, known.schedule = budget, found.schedule
+        known.plan = FollowedPlan(
+            *(budget, known.call, problem, found.schedule, found.walk, known.places, self.why, setup),
+            lower_bound=found.bound if found.bound > 0 else None,
+        )
+        known.program = program_of(known.found, found.schedule, known.seen)
 
     def _least(self, known: Known, budget: int, report: Report) -> Found:
         """The plan of least memory, where none is known for ``budget``, and what is said of that."""
@@ -73,34 +85,15 @@ class Solving:
             known.problem = message, max(found.walk.peak, held)
         return found
 
-    @staticmethod
-    def _carried(known: Known, every: Iterable[CallKind], budget: int) -> Found | None:
-        """The fastest schedule of another size of what ``known`` computes that fits here, if there is one."""
-        others = (other for kind in every for other in kind.known)
-        like = (k for k in others if k is not known and k.forms == known.forms and k.schedule is not None)
-        found = [*known.alike, *(k.schedule for k in like if k.found.is_like(known.found))]
-        walked = [(s, walk(known.found.problem, s)) for s in dict.fromkeys(found) if s is not None]
-        fitting = [(s, w) for s, w in walked if w.peak <= budget]
-        if not fitting or known.eager_peak <= budget:
+    def _carried(self, known: Known, budget: int) -> Found | None:
+        """The fastest schedule of another size of what ``known`` computes that fits here, where some operations have to
+        run again, until it is worth a plan of its own; None if there is none.
+        """
+        if known.uses or known.eager_peak <= budget:
             return None
-        schedule, figures = min(fitting, key=lambda x: x[1].time)
-        return Found(schedule, figures, 0)
-
-    def _plan(self, known: Known, kind: CallKind, found: Found, budget: int, seconds: float) -> FollowedPlan:
-        setup = {**self.spent, "observe": known.seconds, "solve": seconds}
-        self.spent = {}
-        bound = None if found.bound <= 0 else found.bound
-        return FollowedPlan(
-            budget,
-            kind.call,
-            known.found.problem,
-            found.schedule,
-            found.walk,
-            known.places,
-            self.why,
-            setup,
-            bound,
-        )
+        others = (k for kind in self.kinds.values() for k in kind.known if k is not known)
+        like = (k for k in others if k.seen.forms == known.seen.forms and k.found.is_like(known.found))
+        return known.fastest([*known.alike, *(k.schedule for k in like)], budget)
 
     def _infeasible(self, budget: int, found: Found, held: int, known: Known) -> str:
         """``found``: of least memory. ``held``: the least where the caller holds the outputs."""
@@ -120,3 +113,37 @@ _NOTHING = (
     "Recomputation saves next to nothing here: nearly all of it is gradients of parameters, results that may not be "
     "computed again (random numbers), and what one operation needs. "
 )
+
+
+class FollowedWays(FoundWays[Schedule]):
+    """Those of calls that compute as ``known``, of the model that ``owner`` plans."""
+
+    def __init__(self, known: Known, owner: Front) -> None:
+        assert known.plan is not None
+        super().__init__(known.found.problem, known.plan.schedule, 0, known.waits)
+        self.known, self.plan, self.owner, self.call, self.device = known, known.plan, owner, known.call, known.device
+        self.made = known.made(owner.bytes_of_missing_gradients())
+        self.options = replace(owner.terms.options, time_limit=min(SECONDS, owner.terms.options.time_limit))
+
+    def look_for(self, budget: int, tight: bool) -> dict[Way, Schedule]:
+        def solve(problem: Problem, limit: int) -> Schedule | None:
+            try:
+                return find(problem, limit, self.options).schedule
+            except InfeasibleError:
+                return None
+
+        least = find_least(self.problem) if tight else None
+        found = [] if least is None else [least.schedule]
+        found += schedules_of(self.problem, budget, None if least is None else least.walk.peak, solve)
+        return {self.way_of(schedule): schedule for schedule in found}
+
+    def placed(self, way: Way) -> tuple[FollowedPlan, FollowedProgram]:
+        """The plan of this way, ready to run."""
+        known = self.known
+        assert known.program is not None
+        if way == self.alone:
+            return self.plan, known.program
+        schedule = self.found[way]
+        figures = walk(self.problem, schedule)
+        plan = replace(self.plan, budget=peak_of(way), schedule=schedule, walk=figures, lower_bound=None)
+        return plan, program_of(known.found, schedule, known.seen)

@@ -37,10 +37,10 @@ from rockmate.run.slots import changed, form_of, formed
 class Tape(TorchDispatchMode):
     """See the file's text. ``device``: whose memory is followed. ``ops``, ``data``: in the order in which they came.
 
-    ``open``: the forward runs. ``slots``: how many there were; ``asks``: how often
-    backwards within the forward have read one that has a datum. ``waits``: no backward has come to one.
-    ``lasting``: the storages from outside that are there in the backward, too; None if all are. ``gathered``: an
-    argument in each of the others, which come and go. What is made from these can be made again while they are there.
+    ``open``: the forward runs. ``slots``: how many there were; ``asks``: how often backwards within the forward have
+    read one that has a datum. ``lasting``: the storages from outside that are there in the backward, too; None if all
+    are. ``gathered``: an argument in each of the others, which come and go. What is made from these can be made again
+    while they are there.
     """
 
     def __init__(self, device: torch.device, policy: Policy, lasting: frozenset[int] | None = None) -> None:
@@ -51,7 +51,7 @@ class Tape(TorchDispatchMode):
         self.data: list[Datum] = []
         self.ledger = Ledger()
         self.slots = self.asks = 0
-        self.open = self.waits = True
+        self.open = True
         self.begins: Callable[[Tape], None] | None = None  # is called when a backward comes to the first slot
         self.reruns = Reruns(self.ops, self.data, self.ledger, self.gathered)
         self._exposed: dict[int, torch.Tensor] = {}  # memory from outside that other libraries may write, by storage
@@ -62,7 +62,7 @@ class Tape(TorchDispatchMode):
     def __del__(self) -> None:
         for datum in self.data:  # who observes keeps the notes
             datum.base = None
-        self.policy.ended()
+        self.policy.ended(self)
 
     # ------------------------------------------------------------------------- the forward
 
@@ -82,9 +82,8 @@ class Tape(TorchDispatchMode):
         reruns = noting.reruns() and settings() == self.reruns.settings  # which decide on kernels
         reruns = reruns and not any(key in self._written and key not in self.gathered for key in noting.outside)
         given = (noting.args, noting.kwargs) if reruns else ((), {})
-        op = Op(func, *given, tuple(noting.reads), tuple(noting.writes), reruns)
+        op = Op(func, *given, tuple(noting.reads), tuple(noting.writes), reruns, torch.is_grad_enabled())
         op.writes_outside, op.draws_from_given = bool(noting.writes_outside), noting.draws_from_given()
-        op.grad = torch.is_grad_enabled()
         if self.lasting is not None:
             self._note_gathered(op, noting)
         self.ops.append(op)
@@ -101,11 +100,10 @@ class Tape(TorchDispatchMode):
             self.data[number].readers.append(index)
         for key in noting.outside:
             self._readers.setdefault(key, []).append(index)
-        for number in op.writes:
-            self.data[number].writers.append(index)
-            self.data[number].readers.clear()
         for number, key in noting.writes.items():
             datum = self.data[number]
+            datum.writers.append(index)
+            datum.readers.clear()
             if datum.base is not None and datum.base.untyped_storage()._cdata != key:  # a copy of what was there before
                 datum.base = None
                 self.hold(datum)
@@ -113,20 +111,19 @@ class Tape(TorchDispatchMode):
         return result
 
     def _made(self, index: int, op: Op, results: list[torch.Tensor], noting: Noting) -> None:
-        """Note what the operation has allocated."""
         found = []
         for position, t in enumerate(results):
             if not self.follows(t):
                 continue
             storage = t.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
-            if key in self.ledger.at or noting.has(key) or not size:
+            if not size or key in self.ledger.at or key in noting.outside or key in noting.writes_outside:
                 continue
             number = len(self.data)
             pinned = not op.reruns or bool(op.writes) or t.is_inference()
             self.data.append(datum := Datum(number, size, index, pinned, needs=self._needs(op)))
-            if pinned and not t.is_inference():
-                datum.counter = counter_of(t)
+            if pinned:
+                datum.count_writes(t)
             self.ledger.add(storage, number, size)
             found.append((position, number))
         op.makes = tuple(found)
@@ -138,19 +135,14 @@ class Tape(TorchDispatchMode):
     def _note_gathered(self, op: Op, noting: Noting) -> None:
         """Note which memory that comes and goes ``op`` reads."""
         op.gathered = frozenset(key for key in (*noting.outside, *noting.writes_outside) if key in self.gathered)
-        if op.gathered or any(self._needs_of(n) for n in op.reads):
-            needs = self._needs(op)
-            for number in op.writes:
-                self.data[number].needs |= needs
+        needs = self._needs(op)
+        for number in op.writes:
+            self.data[number].needs |= needs
 
     def _needs(self, op: Op) -> frozenset[int]:
-        if self.lasting is None:
-            return op.gathered
-        return op.gathered.union(*(self._needs_of(number) for number in op.reads))
-
-    def _needs_of(self, number: int) -> frozenset[int]:
-        datum = self.data[number]
-        return frozenset() if datum.pinned else datum.needs
+        """Storages that have to be there for it to run again."""
+        read = (self.data[number] for number in op.reads)
+        return op.gathered.union(*(datum.needs for datum in read if not datum.pinned))
 
     def hand_on(self, datum: Datum, t: torch.Tensor) -> None:
         """``t`` of the datum is read: keep it if it was made from memory that is not there any more."""
@@ -170,15 +162,14 @@ class Tape(TorchDispatchMode):
             return
         key = t.untyped_storage()._cdata
         number = self.ledger.at.get(key)
-        if number is None:
-            self._before_writes((), (key,))
-            with torch._C._DisableTorchDispatch():
+        with torch._C._DisableTorchDispatch():
+            if number is None:
+                self._before_writes((), (key,))
                 self._exposed[key] = t.detach()
-        else:
-            self._before_writes((number,), ())
-            with torch._C._DisableTorchDispatch():
+            else:
+                self._before_writes((number,), ())
                 self._pin_living(self.data[number], t)
-            self.data[number].exposed = True
+                self.data[number].exposed = True
 
     def give(self, t: torch.Tensor) -> None:
         """``t`` gets other memory. What autograd saves before an operation is the tensor itself, whose memory is read
@@ -209,26 +200,22 @@ class Tape(TorchDispatchMode):
         number = self.ledger.at.get(key) if self.follows(t) else None
         return self._readers.get(key, []) if number is None else self.data[number].readers
 
+    def held_outside(self, numbers: Iterable[int]) -> frozenset[int]:
+        """Those of these data that somebody else holds, too."""
+        return frozenset(n for n in numbers if self.ledger.is_held_outside(self.data[n]))
+
     def follows(self, t: torch.Tensor) -> bool:
         """Whether ``t`` lies in memory that is followed."""
         return t.device == self.device and has_memory(t)
 
     def _before_writes(self, written: Iterable[int], outside: Iterable[int]) -> None:
         """Memory is about to be written: what was computed from it cannot be computed again."""
-        for number in written:
-            for reader in self.data[number].readers:
-                self._pin_results(reader)
-        for key in outside:
-            for reader in self._readers.pop(key, ()):
-                self._pin_results(reader)
-
-    def _pin_results(self, index: int) -> None:
-        op = self.ops[index]
-        if not op.reruns:
-            return
-        for number in (*(n for _, n in op.makes), *op.writes):
-            self.pin(self.data[number])
-        op.reruns = False
+        readers = [self.data[number].readers for number in written]
+        readers += [self._readers.pop(key, []) for key in outside]
+        for op in (self.ops[index] for indices in readers for index in indices):
+            for number in (*(n for _, n in op.makes), *op.writes) if op.reruns else ():
+                self.pin(self.data[number])
+            op.reruns = False
 
     def pin(self, datum: Datum) -> None:
         """Hold the datum, which cannot be made again from now on."""
@@ -239,8 +226,7 @@ class Tape(TorchDispatchMode):
 
     def _pin_living(self, datum: Datum, t: torch.Tensor) -> None:
         """As ``pin``, for a datum of which ``t`` lives: it is held as it is, with what others write into it."""
-        if datum.counter is None and not t.is_inference():
-            datum.counter = counter_of(t)
+        datum.count_writes(t)
         self.pin(datum)
 
     def hold(self, datum: Datum, among: frozenset[int] | None = None) -> None:
@@ -258,18 +244,15 @@ class Tape(TorchDispatchMode):
     # ------------------------------------------------------------------------- saved tensors
 
     def pack(self, t: torch.Tensor) -> Slot | Wrapped:
-        """What autograd keeps in the place of ``t``."""
         if is_traceable_wrapper_subclass(t):
             return Wrapped(t, self.pack)
         slot = Slot(self, self.slots, t)
         self.slots += 1
-        number = self.ledger.at.get(t.untyped_storage()._cdata) if self.follows(t) else None
-        if id(t) in self._given:
-            number = None
+        followed = self.follows(t) and id(t) not in self._given
+        number = self.ledger.at.get(t.untyped_storage()._cdata) if followed else None
         with torch._C._DisableTorchDispatch():
             if number is None:
-                slot.held = t if t.is_leaf else t.detach()
-                slot.counter = slot.held
+                slot.counter = t if t.is_leaf else t.detach()
             else:
                 slot.datum, slot.form = self.data[number], form_of(t)
                 slot.datum.slots += 1
@@ -284,32 +267,23 @@ class Tape(TorchDispatchMode):
             return slot.value(self.unpack)
         counter = slot.counter
         if counter is not None and not counter.is_inference() and counter._version != slot.version:
-            shape = slot.form[1] if slot.form else slot.held.shape if slot.held is not None else ()
+            shape = slot.form[1] if slot.form else counter.shape
             raise changed(f"a tensor of shape {list(shape)}", counter, slot.version)
         datum = slot.datum
         with torch._C._DisableTorchDispatch():
-            if not self.open:
-                if self.waits and self.begins is not None:
-                    self.begins(self)
-                self.waits = False
+            if self.begins is not None:
+                begins, self.begins = self.begins, None
+                begins(self)
             self.policy.asked(self, slot)
             if datum is None:
-                assert slot.held is not None
-                return slot.held
-            base = datum.base
-            if base is None:
-                base = self.reruns.make(datum)
-            t = formed(base, slot.form)
+                assert counter is not None
+                return counter
+            t = formed(self.reruns.make(datum) if datum.base is None else datum.base, slot.form)
             self.asks += self.open
             self.policy.answered(self, slot)
         return t
 
-    def decide_by(self, policy: Policy) -> None:
-        """``policy`` takes over."""
-        self.policy = self.policy.followed_by(policy)
-
     def close(self) -> None:
-        """The forward has returned."""
         self.open = False
         self._readers.clear()
         self.policy.over(self)
