@@ -32,15 +32,10 @@ from rockmate.calls.held import Held
 from rockmate.follow.noting import schema_of
 from rockmate.follow.tape import Tape
 
-
-@dataclass
-class CheckpointedParts:
-    """The checkpointed parts of one kind of call, in the order in which they come. ``plain``: whether each one runs
-    without its checkpoint; ``preserves``: whether its second run drew the same numbers when that was found.
-    """
-
-    plain: list[bool] = field(default_factory=list)
-    preserves: list[bool] = field(default_factory=list)
+Parts = list[bool | None]
+"""The checkpointed parts of one kind of call, in the order in which they come: None for one that keeps its checkpoint,
+and for others whether the second run drew the same numbers when it was found that they need none.
+"""
 
 
 class Unchecked:
@@ -48,7 +43,7 @@ class Unchecked:
     ``stay``: one has to.
     """
 
-    def __init__(self, parts: CheckpointedParts, model: torch.nn.Module, tape: Tape) -> None:
+    def __init__(self, parts: Parts, model: torch.nn.Module, tape: Tape) -> None:
         self.parts, self.model, self.tape = parts, model, tape
         self.found = self.stay = False
         self._came: list[_Part] = []
@@ -65,10 +60,10 @@ class Unchecked:
         _here.call = self._outer
         for number, part in enumerate(self._came if kind is None else ()):
             if part.way == JUDGED:
-                plain = part.alike and not part.differs(self.tape)
-                self.parts.plain[number] |= plain
-                self.found |= plain
-                self.stay |= not plain
+                if part.alike and not part.differs(self.tape):
+                    self.parts[number], self.found = bool(part.preserves), True
+                else:
+                    self.stay = True
             elif part.way == PLAIN and (why := part.differs(self.tape)):
                 raise _changed(why)
 
@@ -105,16 +100,15 @@ class Unchecked:
         return result
 
     def _next(self, function: Any, preserves: bool, usual: bool) -> _Part:
-        plain, number = self.parts.plain, len(self._came)
+        number = len(self._came)
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         usual = usual and top is not None and top[0] == self.tape.pack  # others would pack what the checkpoint drops
         ops, data = len(self.tape.ops), len(self.tape.data)
         part = _Part(function, preserves, range(ops, ops), range(data, data), usual)
-        if number == len(plain):
-            plain.append(False)
-            self.parts.preserves.append(preserves)
+        if number == len(self.parts):
+            self.parts.append(None)
             part.way = CHECKPOINTED if self._within else JUDGED
-        elif plain[number] and usual and not self._within and preserves == self.parts.preserves[number]:
+        elif usual and not self._within and bool(preserves) is self.parts[number]:
             part.way = PLAIN
         self._came.append(part)
         return part

@@ -27,7 +27,7 @@ from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.following import following, lasting_of
 from rockmate.follow.known import CallKind, CallKinds, Known, UseOfOutputs
-from rockmate.follow.observed import Observed, pack_of, place_of_caller
+from rockmate.follow.observed import Mark, Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
 from rockmate.follow.plan import FollowedPlan, frontier_of
 from rockmate.follow.planned import Planned
@@ -242,7 +242,9 @@ class Followed:
         seen, missing = observed.seen, observed.missing
         if len(moments) != len(seen.marks) + 1 or not seen.sizes:
             return
-        seen.ended, seen.moments, seen.left = time.perf_counter_ns(), moments, reruns.ledger.live
+        seen.marks.append(Mark("over", 0, reruns.ledger.live, time.perf_counter_ns()))
+        for mark, moment in zip(seen.marks, moments, strict=True):
+            mark.moment = moment
         began = time.perf_counter()
         found = problem_of(reruns.ops, reruns.data, seen)
         way = seen.forms, missing, seen.packs

@@ -15,7 +15,7 @@ from rkgb.probe.contexts import next_number
 from rkgb.sample import Call
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
-from rockmate.follow.checkpoints import CheckpointedParts
+from rockmate.follow.checkpoints import Parts
 from rockmate.follow.observed import Observed, Seen
 from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of
 from rockmate.follow.planned import FollowedProgram, Planned
@@ -125,7 +125,7 @@ class CallKind:
     loose: Hashable
     known: list[Known] = field(default_factory=list)
     before: Known | None = None
-    parts: CheckpointedParts = field(default_factory=CheckpointedParts)
+    parts: Parts = field(default_factory=list)
     unsure: set[Use] = field(default_factory=set)
     news: bool = True
 
@@ -178,15 +178,14 @@ class CallKinds(dict[tuple[Hashable, int], CallKind]):
         """The kind of ``call``, a new one where none is known, and its key."""
         form: Hashable = call_key(call.leaves, call.spec), training
         made = front.terms.made
-        if (form, made) in self:
-            return (form, made), self[form, made]
-        loose = call_key(call.leaves, call.spec, valued=False), training
-        form = self._alike.get(loose, form)
         if (form, made) not in self:
-            alike = next((kind for (other, _), kind in self.items() if other == form), None)
-            said = front.described(names_of(call), call.leaves)
-            new = CallKind(said, Watch(front.name, said), form, loose)
-            self[form, made] = new if alike is None else alike.under_another_budget()
+            loose = call_key(call.leaves, call.spec, valued=False), training
+            form = self._alike.get(loose, form)
+            if (form, made) not in self:
+                alike = next((kind for (other, _), kind in self.items() if other == form), None)
+                said = front.described(names_of(call), call.leaves)
+                new = CallKind(said, Watch(front.name, said), form, loose)
+                self[form, made] = new if alike is None else alike.under_another_budget()
         return (form, made), self[form, made]
 
     def learn(self, kind: CallKind, known: Known) -> None:

@@ -58,7 +58,8 @@ def _is_written(argument: Any, namespace: str) -> bool:
 
 class Noting:
     """One operation, as it is noted. ``reads``, ``writes``: data, the latter with the storage that is written.
-    ``outside``, ``writes_outside``: storages of other memory, by key. ``pure``: it may give the same again.
+    ``outside``, ``writes_outside``: storages of other memory, by key. ``pure``: it may give the same again. ``trains``:
+    it writes running statistics.
     """
 
     def __init__(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,16 +68,16 @@ class Noting:
         self.outside: dict[int, torch.UntypedStorage] = {}
         self.writes: dict[int, int] = {}
         self.writes_outside: dict[int, torch.UntypedStorage] = {}
-        self.pure, self.rates = schema.pure, list[Any]()
-        given = dict(zip(schema.names, args, strict=False)) | kwargs if schema.trains else {}
+        given = dict(zip(schema.names, args, strict=False)) | kwargs if schema.trains or schema.random else {}
         self.trains = schema.trains and bool(given.get("training", given.get("train", True)))
+        rates = [x for name, x in given.items() if name in _RATES and not isinstance(x, torch.Tensor)]
+        self.pure = schema.pure and (not schema.random or (bool(rates) and all(rate == 0 for rate in rates)))
         self.args = tuple([self._of(x, schema.names[k]) for k, x in enumerate(args)])
         self.kwargs = {key: self._of(x, key) for key, x in kwargs.items()}
 
     def reruns(self) -> bool:
         """Whether it gives the same again."""
-        random = self.schema.random and not (self.rates and all(rate == 0 for rate in self.rates))
-        return self.pure and not random and (self.trains or not self.writes_outside)
+        return self.pure and (self.trains or not self.writes_outside)
 
     def draws_from_given(self) -> bool:
         """Whether a generator is among its arguments."""
@@ -91,8 +92,6 @@ class Noting:
             return self._tensor(x, name)
         if type(x) in (list, tuple):
             return [self._of(y, name) for y in x]
-        if name in _RATES:
-            self.rates.append(x)
         return x
 
     def _tensor(self, t: torch.Tensor, name: str) -> Any:

@@ -29,9 +29,10 @@ _NOTHING = "autograd saves nothing in them that a plan could let go, or hooks of
 @dataclass(slots=True)
 class Mark:
     """A moment. ``what``: "begin" of the forward; "op" before operation ``number``; "end" of the forward; "asked" and
-    "answered" around reruns for slot ``number``; "gone" when ``number`` bytes of data went that nobody had in use.
-    ``live``: bytes of followed data. ``time``: nanoseconds. ``data``: that autograd has in use from "asked" on, and
-    that it had in use and went where they are "gone". ``gathered``: the storages that come and go which are there.
+    "answered" around reruns for slot ``number``; "gone" when ``number`` bytes of data went that nobody had in use;
+    "over" when the backward is. ``live``: bytes of followed data. ``time``: nanoseconds. ``data``: that autograd has in
+    use from "asked" on, and that it had in use and went where they are "gone". ``gathered``: the storages that come and
+    go which are there. ``moment`` of the allocator, once the step is over.
     """
 
     what: str
@@ -40,6 +41,7 @@ class Mark:
     time: int
     data: frozenset[int] = frozenset()
     gathered: frozenset[int] = frozenset()
+    moment: Moment = field(default=Moment(0, 0))
 
 
 @dataclass
@@ -47,13 +49,11 @@ class Seen:
     """What was observed of one step.
 
     ``forms`` of operations, ``sizes`` of what they make, and ``places``: the user's source line of each. ``packs``: of
-    each slot, after how many operations it came, and its datum. ``marks``, and ``moments`` of the allocator at these.
-    ``ended``: when the backward was over, in nanoseconds; ``left``: bytes of data that still lived then. ``released``:
-    the mark by which nobody outside held a datum any more; those that were always held are not there. ``discarded``:
-    data whose slots all went before the forward returned. ``within``: the data that backwards within the forward read,
-    in order. ``freed``: data whose memory went between the forward's end and the first mark "asked". ``retained``:
-    slots that were read by a backward within the step's own, as of a hook, which may read them again. ``use``: of what
-    the forward returned.
+    each slot, after how many operations it came, and its datum. ``released``: the one of the ``marks`` by which nobody
+    outside held a datum any more; those that were always held are not there. ``discarded``: data whose slots all went
+    before the forward returned. ``within``: the data that backwards within the forward read, in order. ``freed``: data
+    whose memory went between the forward's end and the first mark "asked". ``retained``: slots that were read by a
+    backward within the step's own, as of a hook, which may read them again. ``use``: of what the forward returned.
     """
 
     forms: list[OpForm] = field(default_factory=list)
@@ -61,9 +61,6 @@ class Seen:
     places: list[str] = field(default_factory=list)
     packs: list[tuple[int, int | None]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
-    ended: int = 0
-    left: int = 0
     released: dict[int, int] = field(default_factory=dict)
     discarded: set[int] = field(default_factory=set)
     within: list[int] = field(default_factory=list)
@@ -180,7 +177,7 @@ class Observed(Policy):
         its own forward returned and did not go before its backward.
         """
         end = next(k for k, mark in enumerate(self.seen.marks) if mark.what == "end")
-        stays = self.seen.moments[end].level - sum(data[n].size for n in self.seen.freed)
+        stays = self.seen.marks[end].moment.level - sum(data[n].size for n in self.seen.freed)
         more = {"forward": 0, "backward": 0}
         for gap, of in self.look.before_gaps if self.look is not None else ():
             if gap.moments > end:
@@ -190,7 +187,6 @@ class Observed(Policy):
     def forget(self) -> None:
         """What was noted has been used: nothing of the call is kept but what tells it from others."""
         self.seen.marks.clear()
-        self.seen.moments.clear()
         self.look = None
 
     def _note(self, deaths: Sequence[int]) -> None:

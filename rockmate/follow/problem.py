@@ -86,7 +86,7 @@ class BackwardMoment:
 
     slots: list[int]
     gathered: frozenset[int]
-    reads: set[int]
+    reads: frozenset[int]
     before: int
     peak: int
     time: int
@@ -97,8 +97,8 @@ class _Building:
     """The problem of a step, as it grows with the ``ops`` of the step. ``noted``: the data of the tape."""
 
     def __init__(self, ops: list[Op], noted: list[Datum], seen: Seen) -> None:
-        self.ops, self.noted, self.seen = ops, noted, seen
-        self.marks = {mark.number: k for k, mark in enumerate(seen.marks) if mark.what == "op"}
+        self.ops, self.noted = ops, noted
+        self.marks = {mark.number: mark for mark in seen.marks if mark.what == "op"}
         self.nodes: list[Node] = []
         self.data: list[Data] = []
         self.datum_of: list[int] = []
@@ -141,9 +141,8 @@ class _Building:
 
     def own(self, index: int) -> int:
         """The most bytes that an operation allocates."""
-        k = self.marks[index]
-        moment = self.seen.moments[k]
-        return moment.peak - max(moment.level, self.seen.marks[k].live)
+        mark = self.marks[index]
+        return mark.moment.peak - max(mark.moment.level, mark.live)
 
     def add(self, index: int, unwritten: bool) -> None:
         """A node of one operation; none for one that takes no memory, as views do.
@@ -217,8 +216,8 @@ def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
     groups = {d.writers[-1]: d for d in data if d.is_written_again}
     within = {i for d in groups.values() for i in d.makers}
     for index in range(count):
-        k = building.marks[index]
-        building.beside(max(0, seen.moments[k].level - seen.marks[k].live))
+        mark = building.marks[index]
+        building.beside(max(0, mark.moment.level - mark.live))
         if index in groups:
             building.add_group(groups[index])
         else:
@@ -228,7 +227,7 @@ def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
     building.beside(0)  # the loss counts it from here on
     step_of = building.add_backwards(_moments_of(ops, data, seen, ends))
     end = next(k for k, mark in enumerate(seen.marks) if mark.what == "end")
-    loss = max(0, seen.moments[end].peak - min(mark.live for mark in seen.marks[end : end + 2]))
+    loss = max(0, seen.marks[end].moment.peak - min(mark.live for mark in seen.marks[end:-1][:2]))
     held = frozenset(building.known(n for n, at in ends.items() if at == always))
     returned = frozenset(building.known(n for n, at in ends.items() if count <= at < always))
     outputs = frozenset(building.known(n for n, at in ends.items() if count <= at or n in seen.freed))
@@ -266,9 +265,10 @@ def _moments_of(ops: Sequence[Op], data: Sequence[Datum], seen: Seen, ends: dict
     from one at which it asks for a tensor to the last at which it does so again, as for a hook that differentiates.
     """
     first: dict[int, int] = {}  # the moment that reads it, by slot
-    asked = [k for k, mark in enumerate(seen.marks) if mark.what == "asked"]
+    marks, count = seen.marks, len(ops)
+    asked = [k for k, mark in enumerate(marks) if mark.what == "asked"]
     steps: list[BackwardMoment] = []
-    used_up = any(mark.what == "gone" and mark.data for mark in seen.marks)
+    used_up = any(mark.what == "gone" and mark.data for mark in marks)
     last = _last_needed(ops, data, seen, asked) if used_up else {}
     quiet = False  # nothing was allocated since the moment before was answered
 
@@ -278,23 +278,21 @@ def _moments_of(ops: Sequence[Op], data: Sequence[Datum], seen: Seen, ends: dict
         """
         return mark.number + sum(data[n].size for n in mark.data if last.get(n, k) > k)
 
-    for k, end in itertools.zip_longest(asked, asked[1:], fillvalue=len(seen.marks)):
-        after = range(k + 1, end)  # "answered", and then "gone"
-        before = seen.moments[k].level - seen.marks[k].live
-        gone = itertools.accumulate((bytes_gone(seen.marks[j], k) for j in after[1:]), initial=0)
-        peak = max(seen.moments[j].peak + idle for j, idle in zip(after, gone, strict=True)) - seen.marks[k + 1].live
-        held = {n for n, at in ends.items() if len(ops) + k < at < len(ops) + len(seen.marks)}
-        reads = {*seen.marks[k].data, *held}
-        time = (seen.marks[end].time if end < len(seen.marks) else seen.ended) - seen.marks[k + 1].time
+    for k, end in itertools.zip_longest(asked, asked[1:], fillvalue=len(marks) - 1):
+        mark, after = marks[k], marks[k + 1 : end]  # "answered", and then "gone"
+        before = mark.moment.level - mark.live
+        gone = itertools.accumulate((bytes_gone(other, k) for other in after[1:]), initial=0)
+        peak = max(other.moment.peak + idle for other, idle in zip(after, gone, strict=True)) - after[0].live
+        reads = mark.data.union(n for n, at in ends.items() if count + k < at < count + len(marks))
+        time = marks[end].time - after[0].time
         if quiet:
             steps[-1].peak = 0
-        slot, there = seen.marks[k].number, seen.marks[k].gathered
-        steps.append(BackwardMoment([slot], there, reads, max(0, before), max(0, peak), time))
-        at = first.get(slot, len(steps) - 1 - quiet)
+        steps.append(BackwardMoment([mark.number], mark.gathered, reads, max(0, before), max(0, peak), time))
+        at = first.get(mark.number, len(steps) - 1 - quiet)
         steps[at:] = [_joined(steps[at:])]
         first.update(dict.fromkeys(steps[at].slots, at))
-        quiet = {bytes_ for j in after for bytes_ in seen.moments[j]} == {seen.moments[end].level}
-    final = seen.moments[-1].level - seen.left if steps else 0
+        quiet = {bytes_ for other in after for bytes_ in other.moment} == {marks[end].moment.level}
+    final = marks[-1].moment.level - marks[-1].live if steps else 0
     for step, following in itertools.zip_longest(steps, steps[1:]):
         step.after = max(0, following.before if following is not None else final)
         step.peak = max(step.peak, step.before, step.after)

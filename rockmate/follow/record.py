@@ -241,19 +241,15 @@ class Wrapped:
     Integers stay as they are: a nested tensor's shape is told from others by which tensor says where its rows are.
     """
 
-    __slots__ = ("form", "kind", "others", "ref", "slots", "version")
+    __slots__ = ("form", "kind", "parts", "ref", "version")
 
     def __init__(self, t: Any, pack: Callable[[torch.Tensor], Any]) -> None:
         names, context = t.__tensor_flatten__()
         self.kind, self.form = type(t), (context, t.size(), t.stride())
-        self.slots: dict[str, Any] = {}
-        self.others: dict[str, Any] = {}
-        for name in names:
-            x = getattr(t, name)
+        self.parts: dict[str, Any] = {name: getattr(t, name) for name in names}
+        for name, x in self.parts.items():
             if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
-                self.slots[name] = pack(x)
-            else:
-                self.others[name] = x
+                self.parts[name] = pack(x)
         self.ref, self.version = weakref.ref(t), t._version
 
     def value(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -261,6 +257,6 @@ class Wrapped:
         t = self.ref()
         if t is not None and t._version != self.version:
             raise changed(f"a tensor of shape {list(t.shape)}", t, self.version)
-        parts = {name: unpack(slot) for name, slot in self.slots.items()}
-        made: torch.Tensor = self.kind.__tensor_unflatten__({**parts, **self.others}, *self.form)
+        parts = {name: unpack(x) if isinstance(x, (Slot, Wrapped)) else x for name, x in self.parts.items()}
+        made: torch.Tensor = self.kind.__tensor_unflatten__(parts, *self.form)
         return made

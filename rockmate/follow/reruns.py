@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,16 +109,13 @@ class Reruns:
             for index in ops:
                 op = self.ops[index]
                 torch._C._set_grad_enabled(op.grad)
-                result = op.func(*self._values(op.args), **{k: self._value(v) for k, v in op.kwargs.items()})
+                result = op.func(*map(self._value, op.args), **{k: self._value(v) for k, v in op.kwargs.items()})
                 results = list(flat(result)) if op.makes else []
                 for position, number in op.makes:
                     datum = self.data[number]
                     if datum.base is None and number in wanted and not datum.pinned:
                         datum.base, datum.version = results[position], None
                         self.ledger.add(results[position].untyped_storage(), number, datum.size)
-
-    def _values(self, noted: Iterable[Any]) -> list[Any]:
-        return [self._value(x) for x in noted]
 
     def _value(self, x: Any) -> Any:
         if type(x) is Ref:
@@ -132,4 +129,4 @@ class Reruns:
             return formed(base, x.form)
         if type(x) is Outside:
             return x.value()
-        return self._values(x) if type(x) is list else x
+        return [self._value(y) for y in x] if type(x) is list else x
