@@ -61,11 +61,11 @@ _FEWER = (
 
 
 class Followed:
-    """See the file's text. ``why`` the calls are no one graph that can be planned. ``last``: of the last call."""
+    """See the file's text. ``last``: of the last call."""
 
     def __init__(self, front: Front, why: str) -> None:
-        self.front, self.why = front, why
-        self.kinds = CallKinds()
+        """``why`` the calls are no one graph that can be planned."""
+        self.front, self.kinds = front, CallKinds()
         self.last: Known | None = None
         self.solving = Solving(front, why, self.kinds)
         self._rehearsed = False  # what was learned last came of no training

@@ -22,8 +22,7 @@ def following(tape: Tape, modes: list[Any]) -> Iterator[None]:
     """What runs within is noted on ``tape``, which is closed when it is over. ``modes``: the caller's, which are in
     force within.
     """
-    pack, unpack = tape.pack, tape.unpack
-    saved, way = saved_tensors_hooks(pack, unpack), giving_way(pack, unpack)
+    saved, way = saved_tensors_hooks(tape.pack, tape.unpack), giving_way(tape.pack, tape.unpack)
     with modes_again(modes), telling_of_memory(tape), saved, way, tape:
         yield
     tape.close()

@@ -75,16 +75,12 @@ class Online(Policy):
         return datum not in needed_for(tape.ops, tape.data, missing)
 
     def _make_room(self, tape: Tape) -> None:
-        if self.limit is not None:
-            excess, most = tape.ledger.live - self.limit, self.limit
-        elif self.share < 1:
-            most = int(self.share * self.saved)
-            excess = self.held - most
-            if excess > 0:
-                self.held = sum(d.size for d in tape.data if d.base is not None)
-                excess = self.held - most
-        else:
+        if self.limit is None and self.share >= 1:
             return
+        most = int(self.share * self.saved) if self.limit is None else self.limit
+        if self.limit is None and self.held > most:
+            self.held = sum(d.size for d in tape.data if d.base is not None)
+        excess = (self.held if self.limit is None else tape.ledger.live) - most
         if excess > 0:
             self.held -= evict(tape, excess + most // SLACK)
 
@@ -98,13 +94,11 @@ def evict(tape: Tape, wanted: int) -> int:
         cost, number = heapq.heappop(heap)
         datum = tape.data[number]
         now = _rate(tape, datum)  # what it is made from may have gone
-        if now is None:
-            continue
-        if now > cost:
+        if now is not None and now > cost:
             heapq.heappush(heap, (now, number))
-            continue
-        datum.base = None
-        freed += datum.size
+        elif now is not None:
+            datum.base = None
+            freed += datum.size
     return freed
 
 

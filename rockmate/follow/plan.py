@@ -52,7 +52,7 @@ class FollowedPlan:
 
     ``budget``: bytes that one forward and its backward may allocate. ``call``: the call in a few words. ``places``: the
     user's source line of each node of ``problem``. ``walk``: the figures of ``schedule``. ``why`` the forward is not
-    captured as one graph. ``bound``: nanoseconds that a step takes at least, if that is proven.
+    captured as one graph. ``lower_bound``: nanoseconds that a step takes at least, if that is proven.
     """
 
     budget: int

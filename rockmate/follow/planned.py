@@ -232,11 +232,9 @@ class Planned(Policy):
         for number in stage.drops:
             self._drop(tape, number)
         for again in stage.runs if is_read else ():
-            for index in again.ops:
-                for number in tape.ops[index].reads:
-                    datum = tape.data[number]
-                    if datum.base is None and number not in again.makes:
-                        tape.reruns.make(datum)  # a part of the graph was left out
+            for datum in (tape.data[number] for index in again.ops for number in tape.ops[index].reads):
+                if datum.base is None and datum.number not in again.makes:
+                    tape.reruns.make(datum)  # a part of the graph was left out
             tape.reruns.run(again.ops, again.makes)
             for number in again.gone:
                 self._drop(tape, number)

@@ -31,15 +31,11 @@ class FollowedProblem:
     kept: frozenset[int]
     outputs: frozenset[int]
 
-    def with_outputs_held(self) -> Problem:
-        """``problem``, for callers that hold what the forward returned through the backward."""
-        held = self.problem.held | self.outputs
-        return replace(self.problem, held=held, returned=self.problem.returned - held)
-
     def is_like(self, other: FollowedProblem) -> bool:
         """Whether it differs from ``other`` in bytes and times only, so that schedules of one are of the other, too."""
         mine, theirs = (
-            [f.datum_of, f.ops_of, f.step_of, f.kept, f.problem.held, f.problem.returned, *map(_shape, f.problem.nodes)]
+            [f.datum_of, f.ops_of, f.step_of, f.kept, f.problem.held, f.problem.returned]
+            + [(n.reads, n.makes, n.rerun, n.backward and n.backward.reads) for n in f.problem.nodes]
             for f in (self, other)
         )
         return mine == theirs
@@ -70,10 +66,6 @@ def _worst(mine: Node, theirs: Node) -> Node:
         backward = Backward(max(a.time, b.time), tuple(sorted({*a.reads, *b.reads})), *sizes)
     reads = tuple(sorted({*mine.reads, *theirs.reads}))
     return replace(mine, reads=reads, peak=max(mine.peak, theirs.peak), backward=backward)
-
-
-def _shape(node: Node) -> tuple[object, ...]:
-    return node.reads, node.makes, node.rerun, None if node.backward is None else node.backward.reads
 
 
 def _name(op: Op, index: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,15 +33,12 @@ class Reruns:
         """
         found, wanted = self._needed(datum)
         order = sorted(found)
-        left: dict[int, int] = {}
-        for index in order:
-            for number in self.ops[index].reads:
-                left[number] = left.get(number, 0) + 1
+        left = Counter(number for index in order for number in self.ops[index].reads)
         made = {number for index in order for _, number in self.ops[index].makes if self.data[number].base is None}
         behind: deque[Datum] = deque()  # that the operations to come do not read
 
         def unread(index: int) -> set[int]:
-            return {n for _, n in self.ops[index].makes if n in made and not left.get(n) and not self.data[n].writers}
+            return {n for _, n in self.ops[index].makes if n in made and not left[n] and not self.data[n].writers}
 
         def make_room() -> None:
             while behind and self.limit is not None and self.ledger.live > self.limit:
@@ -72,9 +69,8 @@ class Reruns:
 
         def there(datum: Datum) -> bool:
             wanted = datum.number in numbers
-            if datum.base is not None and (datum.pinned or wanted):
-                return True
-            return wanted and self.ledger.storage_of(datum.number) is not None
+            held = datum.base is not None and (datum.pinned or wanted)
+            return held or (wanted and self.ledger.storage_of(datum.number) is not None)
 
         for datum in needed_for(self.ops, self.data, numbers, there):
             gathered = (self.gathered[key] for index in datum.makers for key in self.ops[index].gathered)

@@ -66,9 +66,9 @@ class Solving:
         setup = {**self.spent, "observe": known.seconds, "solve": time.perf_counter() - began}
         self.spent = {}
         known.budget, known.schedule = budget, found.schedule
+        bound = found.bound if found.bound > 0 else None
         known.plan = FollowedPlan(
-            *(budget, known.call, problem, found.schedule, found.walk, known.places, self.why, setup),
-            lower_bound=found.bound if found.bound > 0 else None,
+            budget, known.call, problem, found.schedule, found.walk, known.places, self.why, setup, bound
         )
         known.program = program_of(known.found, found.schedule, known.seen)
 
@@ -76,7 +76,8 @@ class Solving:
         """The plan of least memory, where none is known for ``budget``, and what is said of that."""
         problem, terms = known.found.problem, self.front.terms
         found = fastest_of_least(problem, terms.options, report) if terms.least else find_least(problem, report)
-        held = find_least(known.found.with_outputs_held(), report).walk.peak
+        outputs = problem.held | known.found.outputs  # for callers that hold these through the backward
+        held = find_least(replace(problem, held=outputs, returned=problem.returned - outputs), report).walk.peak
         message = self._infeasible(budget, found, held, known)
         known.least = found.schedule
         if terms.least:
