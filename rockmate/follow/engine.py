@@ -35,8 +35,9 @@ from rockmate.follow.policy import Policy
 from rockmate.follow.problem import problem_of
 from rockmate.follow.record import Slot, form_of_op
 from rockmate.follow.reruns import Reruns
-from rockmate.follow.solving import FollowedWays, Solving
+from rockmate.follow.solving import Solving
 from rockmate.follow.tape import Tape
+from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
 from rockmate.planning.plan import line_of_call
 from rockmate.progress import Progress
@@ -124,8 +125,9 @@ class Followed:
                 kind.watch.saw()
         if turn.ways.rough:
             kept = sum(datum.size for datum in tape.data if datum.base is not None)
-            rough = Rough(self.front, device, kind.call, Way(kept, kept, kept, 0), turn.ways.made)
-            self.front.terms.steps.seen(turn, rough)
+            self.front.terms.steps.seen(
+                turn, Rough(self.front, tape.device, kind.call, Way(kept, kept, kept, 0), turn.ways.made)
+            )
         return result
 
     @staticmethod
@@ -171,7 +173,8 @@ class Followed:
     def _ways(self, known: Known) -> FollowedWays:
         """In which ways a call that computes as ``known`` can share the budget of its step."""
         if known.ways is None or known.ways.plan is not known.plan:
-            known.ways = FollowedWays(known, self.front)
+            made = known.made(self.front.bytes_of_missing_gradients())
+            known.ways = FollowedWays(known, self.front, made, self.front.terms.options)
         ways: FollowedWays = known.ways
         return ways
 

@@ -62,7 +62,7 @@ class Known:
     problem: tuple[str, int] | None = None
     used: set[Use] = field(default_factory=set)
     waits: tuple[int, int] = (0, 0)
-    ways: Any = None  # see FollowedWays
+    ways: Any = None  # see rockmate.follow.ways
     then: weakref.ref[Known] | None = None
     frontier: Frontier | None = None
 

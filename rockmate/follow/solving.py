@@ -1,6 +1,4 @@
-"""Plans of followed steps for the budget of now, which a share becomes when the first step was seen, and the ways in
-which a call can share it with others of its step.
-"""
+"""Plans of followed steps for the budget of now, which a share becomes when the first step was seen."""
 
 from __future__ import annotations
 
@@ -10,20 +8,14 @@ from dataclasses import replace
 from rockmate.budget import Budget, show_at_least, show_at_most
 from rockmate.calls.front import Front
 from rockmate.calls.terms import least_instead
-from rockmate.calls.turns import FoundWays, peak_of
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.follow.known import CallKinds, Known
 from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, find_least, moment_of
-from rockmate.follow.planned import FollowedProgram, program_of
+from rockmate.follow.planned import program_of
 from rockmate.planning.least import least_and_share, saves_nothing
-from rockmate.planning.ways import schedules_of
 from rockmate.progress import Progress, Report
-from solvers import InfeasibleError, Problem, Schedule, walk
-from solvers.calls import Way
+from solvers import InfeasibleError
 from solvers.interrupts import Heeded
-
-SECONDS = 0.1
-"""How long one way is looked for."""
 
 
 class Solving:
@@ -114,37 +106,3 @@ _NOTHING = (
     "Recomputation saves next to nothing here: nearly all of it is gradients of parameters, results that may not be "
     "computed again (random numbers), and what one operation needs. "
 )
-
-
-class FollowedWays(FoundWays[Schedule]):
-    """Those of calls that compute as ``known``, of the model that ``owner`` plans."""
-
-    def __init__(self, known: Known, owner: Front) -> None:
-        assert known.plan is not None
-        super().__init__(known.found.problem, known.plan.schedule, 0, known.waits)
-        self.known, self.plan, self.owner, self.call, self.device = known, known.plan, owner, known.call, known.device
-        self.made = known.made(owner.bytes_of_missing_gradients())
-        self.options = replace(owner.terms.options, time_limit=min(SECONDS, owner.terms.options.time_limit))
-
-    def look_for(self, budget: int, tight: bool) -> dict[Way, Schedule]:
-        def solve(problem: Problem, limit: int) -> Schedule | None:
-            try:
-                return find(problem, limit, self.options).schedule
-            except InfeasibleError:
-                return None
-
-        least = find_least(self.problem) if tight else None
-        found = [] if least is None else [least.schedule]
-        found += schedules_of(self.problem, budget, None if least is None else least.walk.peak, solve)
-        return {self.way_of(schedule): schedule for schedule in found}
-
-    def placed(self, way: Way) -> tuple[FollowedPlan, FollowedProgram]:
-        """The plan of this way, ready to run."""
-        known = self.known
-        assert known.program is not None
-        if way == self.alone:
-            return self.plan, known.program
-        schedule = self.found[way]
-        figures = walk(self.problem, schedule)
-        plan = replace(self.plan, budget=peak_of(way), schedule=schedule, walk=figures, lower_bound=None)
-        return plan, program_of(known.found, schedule, known.seen)

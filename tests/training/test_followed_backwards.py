@@ -110,19 +110,11 @@ def test_no_schedule_serves_a_loss_whose_backward_is_another_one(monkeypatch: py
 
 
 def test_memory_that_goes_between_two_reads_does_not_hide_what_was_allocated_before() -> None:
-    what = (
-        ("begin", 0),
-        ("end", 0),
-        ("asked", 0),
-        ("answered", 0),
-        ("gone", 8),
-        ("asked", 1),
-        ("answered", 1),
-        ("over", 0),
-    )
+    what = [("begin", 0), ("end", 0), ("asked", 0), ("answered", 0), ("gone", 8), ("asked", 1), ("answered", 1)]
     peaks = (0, 0, 0, 1000, 0, 0, 500, 0)
-    marks = [Mark(*mark, 0, 0, moment=Moment(0, peak)) for mark, peak in zip(what, peaks, strict=True)]
-    seen = Seen(marks=marks)
+    seen = Seen(marks=[Mark(*mark, 0, 0) for mark in [*what, ("over", 0)]])
+    for mark, peak in zip(seen.marks, peaks, strict=True):
+        mark.moment = Moment(0, peak)
     steps = [node.backward for node in problem_of([], [], seen).problem.nodes]
     assert [step.peak for step in steps if step] == [500, 1000]
 
