@@ -25,8 +25,7 @@ from rockmate.calls.runnable import Runnable
 from rockmate.calls.shown import Shown
 from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
 from rockmate.calls.surroundings import undisturbed
-from rockmate.pieces.choice import Choices
-from rockmate.pieces.program import Pieces, with_compiled_pieces
+from rockmate.pieces.program import Choices, Pieces, with_compiled_pieces
 
 
 class CapturedGraph:

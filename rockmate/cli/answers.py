@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 import rkgb
 import rockmate
 from rkgb.errors import GraphError
 from rockmate import Plan, Rockmate, RockmateError
 from rockmate.budget import show_at_least, show_bytes
-from rockmate.cli.errors import UNSUPPORTED, Misuse, Unsupported, told
+from rockmate.cli.errors import UNSUPPORTED, Misuse, Unsupported, kind_of, told
 from rockmate.cli.load import Given
-from rockmate.cli.planning import Options, planned
 from rockmate.errors import InputError
 from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.checks import checked_call
@@ -23,6 +26,7 @@ from rockmate.planning.plan import facts_of_call, text_of_facts
 from rockmate.planning.prepare import make_planner
 from rockmate.planning.report import block_choices
 from rockmate.progress import Progress
+from rockmate.tell import be_silent
 from solvers import Frontier
 
 CHEAP = 0.1
@@ -37,11 +41,32 @@ class Answer(NamedTuple):
     code: int = 0
 
 
+@dataclass(frozen=True)
+class Options:
+    """How plans are made: ``arguments`` of ``rockmate.attach``, and the type of autocast ("bfloat16"), or None."""
+
+    arguments: dict[str, Any]
+    autocast: str | None
+
+    def precision(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Autocast as asked for, on the device of the model."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        return torch.autocast(device, dtype=getattr(torch, self.autocast))
+
+
+def planned(given: Given, budget: str, options: Options) -> Rockmate:
+    """The model under the plan for ``budget``. Raises what ``Rockmate`` raises."""
+    be_silent()
+    with options.precision(given.model):
+        return Rockmate(given.model, given.sample, budget, sample_kwargs=given.sample_kwargs, **options.arguments)
+
+
 # ------------------------------------------------------------------------------------------------- check
 
 
 def check(given: Given, options: Options) -> Answer:
-    """Whether the model is supported, and what can be gained."""
     try:
         found = planned(given, "100%", options)
         curve = found.frontier()
@@ -51,19 +76,22 @@ def check(given: Given, options: Options) -> Answer:
         refused = told(error)
         assert isinstance(refused, Unsupported)
         text = text_of_facts([*_subject(given), ("supported", "no")])
-        said = {"type": refused.kind, "message": refused.message}
+        said = {"type": kind_of(refused), "message": refused.message}
         values = {**_values(given), "supported": False, "error": said}
-        return Answer(f"{text}\n\n{refused.kind}: {refused.message}", values, UNSUPPORTED)
-    facts = [*_subject(given), *facts_of_call(found.plan.call), ("supported", _supported(found))]
+        return Answer(f"{text}\n\n{said['type']}: {said['message']}", values, UNSUPPORTED)
+    followed = isinstance(found.plan, FollowedPlan)
+    supported = f"yes, followed operation by operation ({found.reason})" if followed else "yes"
+    facts = [*_subject(given), *facts_of_call(found.plan.call), ("supported", supported)]
     eager, room = show_bytes(found.plan.eager_peak), show_bytes(curve.max_budget)
     facts.append(("eager's peak", eager if eager == room else f"{eager}; with room for a larger loss {room}"))
-    facts.append(("smallest budget", _share(curve.min_budget, curve)))
+    share = f", {100 * curve.min_budget / curve.max_budget:.0f} % of eager's peak" if curve.max_budget else ""
+    facts.append(("smallest budget", f"{show_at_least(curve.min_budget)}{share}"))
     facts.append(("not counted", "parameters and the optimizer's state"))
     values = {
         **_values(given),
         "supported": True,
         "error": None,
-        **_values_of_call(found.plan),
+        "calls": [list(found.plan.call)],
         "eager_peak": found.plan.eager_peak,
         "min_budget": curve.min_budget,
         "max_budget": curve.max_budget,
@@ -72,12 +100,6 @@ def check(given: Given, options: Options) -> Answer:
     }
     gain = _gain(given, options, found.plan.eager_peak, curve)
     return Answer(f"{text_of_facts(facts)}\n\n{curve}\n\n{memory}\n\n{gain}", values)
-
-
-def _supported(found: Rockmate) -> str:
-    if isinstance(found.plan, FollowedPlan):
-        return f"yes, followed operation by operation ({found.reason})"
-    return "yes"
 
 
 def _gain(given: Given, options: Options, eager_peak: int, curve: Frontier) -> str:
@@ -98,7 +120,7 @@ def _gain(given: Given, options: Options, eager_peak: int, curve: Frontier) -> s
     whole = abs(100 * share - round(100 * share)) < 1e-9
     text = f"{round(100 * share)}%" if whole else show_at_least(budget)
     more = f" --autocast {options.autocast}" if options.autocast else ""
-    more, argument = (f"{more} --compile", ", compile=True") if options.compile else (more, "")
+    more, argument = (f"{more} --compile", ", compile=True") if options.arguments["compile"] else (more, "")
     return (
         f"With {100 * share:.0f} % of the memory, a step takes {100 * overhead:.1f} % longer.\n"
         f'In your script: rockmate.attach(model, "{text}"{argument})\n'
@@ -106,24 +128,18 @@ def _gain(given: Given, options: Options, eager_peak: int, curve: Frontier) -> s
     )
 
 
-def _share(budget: int, curve: Frontier) -> str:
-    share = f", {100 * budget / curve.max_budget:.0f} % of eager's peak" if curve.max_budget else ""
-    return f"{show_at_least(budget)}{share}"
-
-
 # ------------------------------------------------------------------------------------- plans and frontiers
 
 
 def plan(given: Given, budget: str, options: Options, save: Path | None, program: bool) -> Answer:
-    """The plan for a budget."""
     found = planned(given, budget, options)
     made = found.plan
-    text, values = str(made), {**_values(given), **_values_of_call(made), **_values_of_plan(made)}
+    text, values = str(made), {**_values(given), **_values_of_plan(made)}
     if save is not None:
         if not isinstance(made, Plan):
             raise Misuse(f"the plan was not saved: the model is not captured as one graph ({found.reason})")
         made.save(save)
-        more = ", compile=True" if options.compile else ""
+        more = ", compile=True" if options.arguments["compile"] else ""
         text += f"\n\nsaved in {save}: rockmate.Rockmate(model, sample, plan={str(save)!r}{more})"
         values["saved"] = str(save)
     if program:
@@ -133,7 +149,6 @@ def plan(given: Given, budget: str, options: Options, save: Path | None, program
 
 
 def frontier(given: Given, options: Options, plot: Path | None) -> Answer:
-    """Time against memory."""
     curve = planned(given, "100%", options).frontier()
     text = str(curve)
     values = {
@@ -166,8 +181,7 @@ def check_plot(path: Path) -> None:
 
 
 def estimate(given: Given, sizes: Sequence[int], dims: tuple[int, ...], budget: str | None, options: Options) -> Answer:
-    """What steps of larger sizes take."""
-    kwargs, room = given.sample_kwargs, options.loss_memory
+    kwargs, room = given.sample_kwargs, options.arguments["loss_memory"]
     try:
         with options.precision(given.model):
             found = rockmate.estimate(
@@ -179,7 +193,6 @@ def estimate(given: Given, sizes: Sequence[int], dims: tuple[int, ...], budget: 
 
 
 def graphs(given: Given, form: str, folder: Path, block: int | None, costs: str) -> Answer:
-    """Pictures or texts of the graphs."""
     with Progress() as report:
         call = checked_call(given.model, given.sample, given.sample_kwargs)
         made = make_planner(given.model, call, PlanOptions(costs), report).graphs
@@ -217,28 +230,12 @@ def _values(given: Given) -> dict[str, Any]:
     }
 
 
-def _values_of_call(made: Plan | FollowedPlan) -> dict[str, Any]:
-    """One list: the inputs in a few words, then the mode."""
-    return {"calls": [list(made.call)]}
-
-
 def _values_of_plan(made: Plan | FollowedPlan) -> dict[str, Any]:
-    """The figures of a plan."""
-    values: dict[str, Any] = {
-        "eager_peak": made.eager_peak,
-        "budget": made.budget,
-        "predicted_peak": made.predicted_peak,
-        "predicted_overhead": made.predicted_overhead,
-        "recomputed": made.recomputed,
-    }
+    """The figures of a plan; ``calls``: one list, the inputs in a few words, then the mode."""
+    figures = ("eager_peak", "budget", "predicted_peak", "predicted_overhead", "recomputed")
+    values = {"calls": [list(made.call)], **{name: getattr(made, name) for name in figures}}
     if not isinstance(made, Plan):
         return values
+    values |= {name: getattr(made, name) for name in ("status", "gap", "solver", "setup_seconds")}
     blocks = [dataclasses.asdict(choice) for choice in block_choices(made.problem, made.schedule)]
-    return {
-        **values,
-        "status": made.status,
-        "gap": made.gap,
-        "solver": made.solver,
-        "setup_seconds": made.setup_seconds,
-        "blocks": blocks,
-    }
+    return {**values, "blocks": blocks}

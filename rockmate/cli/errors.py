@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-
 import click
 
 from rkgb.errors import GraphError, MismatchError, TraceError
@@ -20,32 +18,25 @@ class Misuse(click.ClickException):
 
 
 class Unsupported(click.ClickException):
-    """The model is not supported, or no plan fits the budget. ``kind``: the class of Rockmate's error."""
+    """The model is not supported, or no plan fits the budget. ``__cause__`` is the error that showed it."""
 
     exit_code = UNSUPPORTED
-
-    def __init__(self, message: str, kind: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 def told(error: Exception) -> click.ClickException | None:
     """The error of a command for an error of the library; None if neither user nor model are to blame."""
     if isinstance(error, click.ClickException):
         return error
-    if isinstance(error, InputError):
-        misuse = Misuse(str(error))
-        misuse.__cause__ = error
-        return misuse
-    if isinstance(error, (GraphError, RockmateError)):
-        return Unsupported(f"{error}{_more(error)}", type(error).__name__)
-    return None
+    if not isinstance(error, (GraphError, RockmateError)):
+        return None
+    misused = isinstance(error, InputError)
+    found = Misuse(str(error)) if misused else Unsupported(f"{error}{_more(error)}")
+    found.__cause__ = error
+    return found
 
 
 def kind_of(error: click.ClickException) -> str:
     """The class of error that JSON names."""
-    if isinstance(error, Unsupported):
-        return error.kind
     return type(error.__cause__ or error).__name__
 
 
@@ -54,8 +45,3 @@ def _more(error: Exception) -> str:
     if isinstance(error, (TraceError, MismatchError)) and "submodule" not in str(error):
         return "\nParts of the model may be supported all the same: rockmate.attach(model.part, budget)."
     return ""
-
-
-def show_trace(error: BaseException) -> None:
-    """Write the whole traceback to standard error."""
-    click.echo("".join(traceback.format_exception(error)), err=True, nl=False)

@@ -17,6 +17,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 
@@ -111,15 +112,9 @@ def _module(target: Target) -> ModuleType:
         raise
 
 
-@contextlib.contextmanager
-def _arguments(path: str) -> Iterator[None]:
+def _arguments(path: str) -> contextlib.AbstractContextManager[Any]:
     """Scripts that read their arguments when they are imported find none, and not those of this command."""
-    before = sys.argv
-    sys.argv = [path]
-    try:
-        yield
-    finally:
-        sys.argv = before
+    return patch.object(sys, "argv", [path])
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import json
 import runpy
 import shutil
 import sys
-from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
         result = cli.main(arguments, prog_name="rockmate", standalone_mode=False)
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
-            alike = _alike(error.option_name, error.possibilities or [])
+            # What may be meant: not what has little but the dashes in common with it.
+            name, there = error.option_name.lstrip("-"), error.possibilities or []
+            alike = [option for option in there if get_close_matches(name, [option.lstrip("-")])]
             error = click.NoSuchOption(error.option_name, possibilities=alike, ctx=error.ctx)
         if "unexpected extra argument" in error.message:
             hint = 'put what has spaces in quotes, such as --budget "8 GiB"'
@@ -92,11 +93,6 @@ def main(arguments: list[str] | None = None) -> int:
         Misuse(f"the answer cannot be written to the standard output: {error.strerror}").show()
         return MISUSE
     return result if isinstance(result, int) else 0
-
-
-def _alike(name: str, options: Sequence[str]) -> list[str]:
-    """Those of ``options`` that ``name`` may be meant for: not what has little but the dashes in common with it."""
-    return [option for option in options if get_close_matches(name.lstrip("-"), [option.lstrip("-")])]
 
 
 def _as_json(arguments: list[str] | None) -> bool:

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,9 @@ from typing import Any
 import click
 
 from rockmate.budget import parse_bytes
-from rockmate.cli.answers import Answer
-from rockmate.cli.errors import DEFECT, Misuse, show_trace, told
+from rockmate.cli.answers import Answer, Options
+from rockmate.cli.errors import DEFECT, Misuse, told
 from rockmate.cli.load import target_of
-from rockmate.cli.planning import Options
 from rockmate.errors import BudgetError
 from rockmate.planning import options
 
@@ -63,7 +63,7 @@ def _run(work: Callable[[], Answer], as_json: bool, trace: bool) -> int:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is told, and has an exit code
         found = told(error)
         if trace or found is None:
-            show_trace(error)
+            traceback.print_exception(error)
         if found is None:
             click.echo("This is no mistake of yours: please report it, with the lines above.", err=True)
             return DEFECT
@@ -75,13 +75,13 @@ def _run(work: Callable[[], Answer], as_json: bool, trace: bool) -> int:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Warnings are one line each; what TorchDynamo cannot capture, and that there is a plan, is in the answer."""
-    levels = {"torch._dynamo": logging.CRITICAL, "torch._subclasses.fake_tensor": logging.CRITICAL}
-    loggers = {logging.getLogger(name): level for name, level in {**levels, "rockmate": logging.WARNING}.items()}
-    before = {logger: logger.level for logger in loggers}
+    loud, names = logging.CRITICAL, ("torch._dynamo", "torch._subclasses.fake_tensor", "rockmate")
+    levels = dict(zip(map(logging.getLogger, names), (loud, loud, logging.WARNING), strict=True))
+    before = {logger: logger.level for logger in levels}
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
         try:
-            for logger, level in loggers.items():
+            for logger, level in levels.items():
                 logger.setLevel(level)
             yield
         finally:
@@ -95,9 +95,9 @@ def options_of(costs: str, autocast: str | None, loss_memory: str | None, **more
         room = None if loss_memory is None else parse_bytes(loss_memory)
     except BudgetError as error:
         raise Misuse(f'--loss-memory {loss_memory}: give bytes, or text such as "200 MiB"') from error
-    made = Options(costs, room, autocast=autocast, **more)
-    options.options_of(**made.arguments)
-    return made
+    arguments = {"costs": costs, "loss_memory": room, **more}
+    options.options_of(**arguments)
+    return Options(arguments, autocast)
 
 
 def writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:

@@ -31,6 +31,7 @@ from rockmate.planning.plan import Plan
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "20000000000", "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": "67108864"}
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,13 +46,11 @@ def main(argv: list[str] | None = None) -> int:
         (x.to(device), y.to(device))
         for x, y in batches(tokens, options.batch, options.length, options.steps, generator)
     ]
-    if options.grads_allocated:
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
     eager = copy.deepcopy(model)
-    for p, q in zip(eager.parameters(), model.parameters(), strict=True):
-        p.grad = None if q.grad is None else q.grad.clone()
-    step = _stepper(options.grads_allocated)
+    if options.grads_allocated:
+        for p in (*model.parameters(), *eager.parameters()):
+            p.grad = torch.zeros_like(p)
+    step = partial(_step, keep_grads=options.grads_allocated)
     step(eager, data[0])
     eager_peak = measure_peak(lambda: step(eager, data[0]), device)
     print(f"GPT with {sum(p.numel() for p in model.parameters()):,} parameters; eager peak {show_bytes(eager_peak)}")
@@ -102,17 +101,16 @@ def main(argv: list[str] | None = None) -> int:
 _ROW = "{:>10}  {:>8}  {:>10}  {:>10}  {:>9}  {:>9}  {:>5}  {}"
 
 
-def _stepper(keep_grads: bool) -> Callable[[torch.nn.Module, Batch], torch.Tensor]:
-    """One training step without the optimizer; gradients begin as None, or as zeros that are there already."""
+def _step(model: torch.nn.Module, batch: Batch, keep_grads: bool) -> Batch:
+    """One training step without the optimizer; gradients begin as None, or as zeros that are there already.
 
-    def step(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        model.zero_grad(set_to_none=not keep_grads)
-        logits = model(batch[0])  # held to the end, as in the training that is compared
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-        loss.backward()
-        return loss.detach()
-
-    return step
+    Returns its outputs, which are held to the end, and its loss.
+    """
+    model.zero_grad(set_to_none=not keep_grads)
+    logits = model(batch[0])
+    loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+    loss.backward()
+    return logits.detach(), loss.detach()
 
 
 def _same_training(rk: Rockmate, eager: torch.nn.Module, data: list[Batch], keep_grads: bool) -> bool:
@@ -127,12 +125,8 @@ def _same_training(rk: Rockmate, eager: torch.nn.Module, data: list[Batch], keep
 def _trained(model: torch.nn.Module, data: list[Batch], keep_grads: bool) -> Iterator[torch.Tensor]:
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in data:
-        model.zero_grad(set_to_none=not keep_grads)
-        logits = model(x)
-        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-        loss.backward()
-        yield from (logits.detach(), loss.detach(), *random_states([x]))
+    for batch in data:
+        yield from (*_step(model, batch, keep_grads), *random_states(batch[:1]))
         yield from (p.grad.clone() for p in model.parameters() if p.grad is not None)
         yield from (b.clone() for b in model.buffers())
         optimizer.step()
@@ -151,11 +145,8 @@ def overhead(base: Callable[[], object], other: Callable[[], object], pairs: int
     base(), other()
     ratios = []
     for k in range(pairs):
-        if k % 2:
-            second, first = seconds(other), seconds(base)
-        else:
-            first, second = seconds(base), seconds(other)
-        ratios.append(second / first)
+        taken = {function: seconds(function) for function in ((other, base) if k % 2 else (base, other))}
+        ratios.append(taken[other] / taken[base])
     return statistics.median(ratios) - 1
 
 

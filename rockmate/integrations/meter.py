@@ -167,7 +167,6 @@ class _StepPeak(Look):
         return True
 
     def watched(self, run: Callable[[], Any], ends: Any, stays: bool) -> Any:
-        """As in ``Look``."""
         return run()
 
     def lets_call(self, planned: bool) -> bool:
@@ -182,6 +181,5 @@ class _StepPeak(Look):
         return None if found is None else int(found[0])
 
     def close(self) -> Any:
-        """As in ``Look``."""
         atexit.unregister(self.close)
         return super().close()

@@ -4,11 +4,11 @@ generator is kept for a second run, and any kernel may compute it anywhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import fx
+
+from rockmate.pieces.functional import arguments_of
 
 _MOST = (1 << 31) - 1
 _FACTORS = 0x9E3779B1 - (1 << 32), 0x21F0AAAD, 0xD35A2D97 - (1 << 32)
@@ -25,7 +25,7 @@ def with_seeds(program: fx.GraphModule, device: torch.device) -> bool:
     for k, node in enumerate(found):
         with program.graph.inserting_before(node):
             seed = program.graph.call_function(torch.select, (seeds, 0, k))
-            new = program.graph.call_function(seeded_dropout, (_argument(node, 0, "input", None), seed, _rate(node)))
+            new = program.graph.call_function(seeded_dropout, (arguments_of(node)["input"], seed, _rate(node)))
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         program.graph.erase_node(node)
@@ -69,11 +69,8 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 def _rate(node: fx.Node) -> float | None:
     """At which rate ``F.dropout`` drops; None if it drops nothing, everything, or changes what it is given."""
-    p, training = _argument(node, 1, "p", 0.5), _argument(node, 2, "training", True)
-    if training is not True or _argument(node, 3, "inplace", False) or not isinstance(p, float) or not 0 < p < 1:
+    given = arguments_of(node)
+    p = given["p"]
+    if given["training"] is not True or given["inplace"] or not isinstance(p, float) or not 0 < p < 1:
         return None
     return p
-
-
-def _argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,13 @@ from rockmate.pieces.seen import Seen
 
 IN_PLACE = "in_place"
 """The meta entry of a changed node: target and keyword arguments as they were, and the node whose memory it changed."""
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """What a function of ``torch.nn.functional`` is given, by the names of its arguments, defaults included."""
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type] # a function
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def without_writes(program: fx.GraphModule, seen: Mapping[fx.Node, Seen]) -> bool:

@@ -15,6 +15,7 @@ from torch import fx
 from rockmate.calls.captured import line_of
 from rockmate.pieces.functional import put_back
 from rockmate.pieces.groups import Grouping
+from rockmate.pieces.kernels import Form
 from rockmate.pieces.piece import Piece
 from rockmate.pieces.seen import Seen, takes_one
 
@@ -44,24 +45,19 @@ def pieces_of(grouping: Grouping, seen: Mapping[fx.Node, Seen], known: dict[Hash
 def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict[Hashable, Piece]) -> Group | None:
     """Views of what the group makes, and of what it is given, are taken again outside where others read them."""
     inside = set(members)
-    wanted: dict[fx.Node, None] = {}
-
-    def want(n: fx.Node) -> None:
-        if n in inside and _allocates(n, seen):
-            wanted[n] = None
-        elif n in inside:
-            for i in n.all_input_nodes:
-                want(i)
-
-    for n in members:
-        if any(user not in inside for user in n.users):
-            want(n)
-    outputs = tuple(n for n in members if n in wanted)
+    read = {n for n in members if not inside.issuperset(n.users)}
+    for n in reversed(members):
+        if n in read and not _allocates(n, seen):
+            read.update(inside.intersection(n.all_input_nodes))
+    outputs = tuple(n for n in members if n in read and _allocates(n, seen))
     if not any(seen[n].grad for n in outputs):
         return None
     graph = fx.Graph()
     inputs: dict[fx.Node, fx.Node] = {}
-    needed = _needed(outputs, inside)
+    needed = set(outputs)  # what these depend on
+    for n in reversed(members):
+        if n in needed:
+            needed.update(inside.intersection(n.all_input_nodes))
     copies: dict[fx.Node, fx.Node] = {}
     for n in members:
         for i in n.all_input_nodes if n in needed else ():
@@ -71,7 +67,7 @@ def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict
         args, kwargs = fx.node.map_arg((n.args, n.kwargs), copies.__getitem__)
         copies[n] = graph.create_node(n.op, n.target, args, kwargs)
     graph.output(tuple(copies[n] for n in outputs))
-    wants = tuple(seen[i].grad and not seen[i].number for i in inputs)
+    wants = tuple(seen[i].grad for i in inputs)
     work = [n for n in members if n in needed and seen[n].work]
     words = dict.fromkeys(map(_word, work))
     flows = tuple(seen[n].grad for n in outputs)
@@ -79,25 +75,13 @@ def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict
     types = frozenset(t for n in members for t in seen[n].types)
     name, listed = "_".join(list(words)[:MOST_WORDS]), _listed(work)
     piece = Piece(fx.GraphModule({}, graph), wants, flows, types, name, where, listed)
-    forms = tuple(seen[i].form for i in inputs)
+    forms = tuple(a if isinstance(a := seen[i].argument, Form) else None for i in inputs)
     return Group(tuple(members), tuple(inputs), outputs, known.setdefault((piece.identity, forms), piece))
 
 
 def _allocates(n: fx.Node, seen: Mapping[fx.Node, Seen]) -> bool:
     """Whether the result is memory that the node makes, or takes out of several results that are."""
     return seen[n].base is n or (takes_one(n, seen) and _allocates(n.all_input_nodes[0], seen))
-
-
-def _needed(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    """The nodes of a group that its outputs depend on."""
-    found: set[fx.Node] = set()
-    waiting = list(outputs)
-    while waiting:
-        n = waiting.pop()
-        if n not in found:
-            found.add(n)
-            waiting += [i for i in n.all_input_nodes if i in inside]
-    return found
 
 
 def _word(n: fx.Node) -> str:

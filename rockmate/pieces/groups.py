@@ -135,13 +135,11 @@ class _Contracted:
         return {g for g in map(self.group.__getitem__, self.before[group]) if g != group}
 
     def members(self) -> list[list[fx.Node]]:
-        """The nodes of each group, in order."""
         return [[self.nodes[k] for k in members] for members in self.of.values()]
 
     def order(self) -> list[fx.Node]:
         """All nodes, those of a group together, as late as its last one stands if nothing else asks for more."""
-        done: dict[int, bool] = {}
-        found: list[int] = []
+        done: dict[int, None] = {}  # groups, in the order that is asked for
         for start in sorted(self.of, key=lambda g: self.of[g][-1]):
             stack = [start]
             while stack:
@@ -151,7 +149,5 @@ class _Contracted:
                     stack += left
                     continue
                 stack.pop()
-                if g not in done:
-                    done[g] = True
-                    found += self.of[g]
-        return [self.nodes[k] for k in found]
+                done.setdefault(g)
+        return [self.nodes[k] for g in done for k in self.of[g]]

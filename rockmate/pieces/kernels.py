@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,6 +17,7 @@ from rkgb.program import in_mode
 from rkgb.storages import storage_key
 from rkgb.trace.capture import current_mode
 from rockmate.pieces.inductor import Code, inner_compiled
+from solvers.work import Work
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class OwnMemory:
         self.copied: list[int] | None = None  # known from the first call on
 
     def __call__(self, given: list[Any]) -> Any:
-        """As ``code``."""
         found = self.code(given)
         if self.copied is None:
             self.copied = self._shared(found)
@@ -91,24 +90,17 @@ def isolated(work: Callable[[], T]) -> T:
     """What ``work`` returns, done with gradients in the mode of now, in a thread of its own, where no tracer, hook or
     mode is in force that is in this one.
     """
-    found: list[T] = []
-    failed: list[BaseException] = []
     mode = current_mode()
 
-    def run() -> None:
-        try:
-            with in_mode(mode), torch.enable_grad(), no_warnings():
-                found.append(work())
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
-            failed.append(error)
+    def run() -> T:
+        with in_mode(mode), torch.enable_grad(), no_warnings():
+            return work()
 
-    thread = threading.Thread(target=run, name="rockmate-compile")
+    thread = Work([run])
     thread.start()
-    while thread.is_alive():
-        thread.join(0.05)  # so that Ctrl-C is heard
-    if failed:
-        raise failed[0]
-    return found[0]
+    while not thread.look():
+        pass
+    return thread.results()[0]
 
 
 @contextlib.contextmanager
@@ -230,7 +222,6 @@ def without_data(
 
 
 def _partitioned(program: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """Forward and backward as Inductor parts them."""
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.virtualized import V

@@ -5,17 +5,18 @@ statistics from those of the batch, and runs once.
 from __future__ import annotations
 
 from operator import getitem
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
+from rockmate.pieces.functional import arguments_of
+
 
 def without_statistics(program: fx.GraphModule) -> None:
     """Take the update of running statistics out of the batch norms of ``program``."""
     for node in list(program.graph.find_nodes(op="call_function", target=F.batch_norm)):
-        given = _given(node)
+        given = arguments_of(node)
         if given["training"] is not True or not isinstance(given["running_mean"], fx.Node):
             continue
         if not isinstance(given["momentum"], float):  # a cumulative average, whose factor is a number of each call
@@ -49,14 +50,6 @@ def with_statistics(program: fx.GraphModule) -> None:
         for node in (update, *taken.values(), called):
             program.graph.erase_node(node)
     program.recompile()
-
-
-_DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
-
-
-def _given(node: fx.Node) -> dict[str, Any]:
-    names = ("input", "running_mean", "running_var", *_DEFAULTS)
-    return {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def normalized(

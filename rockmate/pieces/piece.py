@@ -1,20 +1,33 @@
-"""A piece: light operations as one, whose forward and backward are compiled once for each form of its arguments."""
+"""A piece: light operations as one, whose forward and backward are compiled once for each form of its arguments.
+
+Whether compiled kernels are right, and whether they pay, is seen by eager kernels on what the model computes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import torch
 from torch import fx
+from torch.testing._comparison import default_tolerances
 
-from rkgb.device import KINDS
+from rkgb.device import KINDS, kind_of
 from rkgb.errors import UnsupportedError
+from rockmate.errors import PieceError
 from rockmate.pieces.dropout import seeded_dropout
-from rockmate.pieces.judged import Runner, check
 from rockmate.pieces.kernels import Kernel, compiled, form_of, isolated, without_data
+
+REPEAT = 5
+
+REACH = 16
+"""Roundings that a piece may be off by, each as much as the last bit of its inputs changes: about as many as it has one
+after the other, forward and backward. See ``Runner.check``.
+"""
 
 
 class Piece(torch.nn.Module):
@@ -83,7 +96,7 @@ class Piece(torch.nn.Module):
             self.compile_for(forms)
         found = self.kernels[key] = self.ahead.pop(key)
         try:
-            check(Runner(self, arguments))
+            Runner(self, arguments).check()
         except BaseException:
             del self.kernels[key]
             raise
@@ -131,3 +144,84 @@ class _Applied(torch.autograd.Function):
 
 def _with_strides(g: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(g.shape, strides, dtype=g.dtype, device=g.device).copy_(g)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs a piece forward and backward on ``arguments``, with the same gradients each time."""
+
+    piece: Piece
+    arguments: Sequence[Any]
+
+    def run(self, compiled: bool, moved: bool = False) -> list[torch.Tensor]:
+        """Its results, and the gradients of its arguments. ``moved``: of numbers of which the last bit is another."""
+        place = _moved if moved else torch.Tensor.detach
+        given = [
+            place(a).requires_grad_(w) if isinstance(a, torch.Tensor) else a
+            for a, w in zip(self.arguments, self.piece.wants, strict=True)
+        ]
+        with torch.enable_grad():
+            results = self.piece(*given) if compiled else self.piece.eager(*given)
+            several = results if isinstance(results, tuple) else (results,)
+            flowing = [r for r, flows in zip(several, self.piece.flows, strict=True) if flows]
+            wanted = [a for a, w in zip(given, self.piece.wants, strict=True) if w]
+            gradients = torch.autograd.grad(flowing, wanted, [place(_gradient(r)) for r in flowing], allow_unused=True)
+        return [*(r.detach() for r in several), *(torch.zeros(()) if g is None else g for g in gradients)]
+
+    def nanoseconds(self, compiled: bool) -> float:
+        """Of a forward and a backward: the median of some runs."""
+        device = next(a.device for a in self.arguments if isinstance(a, torch.Tensor))
+        kind = kind_of(device)
+        self.run(compiled)
+        found = []
+        for _ in range(REPEAT):
+            start = kind.mark(device)
+            self.run(compiled)
+            found.append(kind.between(start, kind.mark(device)))
+        return median(found)
+
+    def check(self) -> None:
+        """Raise ``PieceError`` where the compiled piece is further from eager kernels than ``torch.testing`` allows for
+        the types of a piece: the larger of its tolerances, relative to the largest number of a tensor, as sums have an
+        error of that size. Where terms cancel (a bias before a batch norm has no gradient but what was rounded) that
+        says nothing: then it may be as far as ``REACH`` times what the last bit of what the piece is given changes in
+        eager kernels.
+        """
+        moved: list[torch.Tensor] = []
+        for k, (mine, theirs) in enumerate(zip(self.run(True), self.run(False), strict=True)):
+            relative, absolute = default_tolerances(mine, theirs, *self.piece.types)
+            absolute = max(absolute, max(relative, absolute) * _largest(theirs))
+            if torch.allclose(mine, theirs, relative, absolute, equal_nan=True):
+                continue
+            moved = moved or self.run(False, moved=True)
+            absolute = max(absolute, REACH * _largest(moved[k] - theirs))
+            try:
+                torch.testing.assert_close(mine, theirs, rtol=relative, atol=absolute, equal_nan=True)
+            except AssertionError as error:
+                count = len(self.piece.flows)
+                what = f"result {k}" if k < count else f"the gradient of argument {k - count}"
+                raise PieceError(
+                    f"the compiled piece {self.piece.words}{self.piece.where} differs from eager kernels in {what}: "
+                    f"{error}. Leave compile=True out, and report this piece to PyTorch"
+                ) from None
+
+    def pays(self) -> bool:
+        """Whether the compiled piece takes less time than eager kernels."""
+        return self.nanoseconds(True) < self.nanoseconds(False)
+
+
+def _gradient(r: torch.Tensor) -> torch.Tensor:
+    """A gradient for ``r`` whose numbers differ; the same each time, and no generator is asked."""
+    places = torch.arange(r.numel(), device=r.device, dtype=torch.float32)
+    return torch.empty_like(r).copy_((places * 0.61803398875).remainder(2).sub(1).view(r.shape))
+
+
+def _moved(t: torch.Tensor) -> torch.Tensor:
+    """``t`` with about the last bit of its numbers changed, as rounding does it; the same each time."""
+    return t.detach() * (1 + 2 * torch.finfo(t.dtype).eps * _gradient(t)) if t.is_floating_point() else t.detach()
+
+
+def _largest(t: torch.Tensor) -> float:
+    """Of its finite numbers, without their signs."""
+    finite = t[t.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -1,4 +1,7 @@
-"""From a captured program to one with compiled pieces."""
+"""From a captured program to one with compiled pieces.
+
+Which run compiled is decided once for each class, before anything is planned, and kept for others.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,24 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkgb.device import kind_of
 from rkgb.program import in_mode
+from rkgb.settings import settings
 from rkgb.trace.preserved import drop_saved, preserved
 from rockmate.calls.captured import Checkpointed
-from rockmate.pieces.choice import Choices
 from rockmate.pieces.dropout import with_seeds
 from rockmate.pieces.functional import without_writes
 from rockmate.pieces.fuse import Group, pieces_of, with_pieces
 from rockmate.pieces.groups import grouped
 from rockmate.pieces.inductor import at_once
-from rockmate.pieces.kernels import isolated
+from rockmate.pieces.kernels import Form, form_of, isolated
 from rockmate.pieces.norms import with_statistics, without_statistics
-from rockmate.pieces.piece import Piece
+from rockmate.pieces.piece import Piece, Runner
 from rockmate.pieces.seen import Seen, watch
+from rockmate.planning.disk import named
+from rockmate.planning.kept import versions
+from rockmate.planning.options import PlanOptions
+from rockmate.planning.places import places_of
 
 
 @dataclass(frozen=True)
@@ -79,16 +87,11 @@ def with_compiled_pieces(
     groups = pieces_of(grouping, seen, known)
     waited = isolated(partial(compile_ahead, groups, seen, choices))
     with preserved(torch.nn.Module(), changed):
-        kept = _Judge(program, grouping.order, groups, choices).kept(inputs)
+        kept = _Judge(with_pieces(program, grouping.order, groups), choices).kept(inputs)
     chosen = [g for g in groups if g.piece in kept]
     program = with_pieces(program, grouping.order, chosen)
     with_statistics(program)
-    return Pieces(
-        program,
-        dict(Counter(g.piece for g in chosen)),
-        len(groups) - len(chosen),
-        waited,
-    )
+    return Pieces(program, dict(Counter(g.piece for g in chosen)), len(groups) - len(chosen), waited)
 
 
 def compile_ahead(groups: Sequence[Group], seen: Mapping[fx.Node, Seen], choices: Choices) -> float:
@@ -109,26 +112,18 @@ def compile_ahead(groups: Sequence[Group], seen: Mapping[fx.Node, Seen], choices
 class _Judge(fx.Interpreter):
     """Runs the program with all of its pieces; each is compiled and timed where it is first called."""
 
-    def __init__(
-        self,
-        program: fx.GraphModule,
-        order: Sequence[fx.Node],
-        groups: Sequence[Group],
-        choices: Choices,
-    ) -> None:
-        super().__init__(with_pieces(program, order, groups))
+    def __init__(self, program: fx.GraphModule, choices: Choices) -> None:
+        super().__init__(program)
         self.extra_traceback = False  # an error says where it is from
         self.choices = choices
         self.judged: dict[Piece, bool] = {}
 
     def kept(self, inputs: Sequence[Any]) -> set[Piece]:
-        """The pieces that are to run compiled."""
         with torch.no_grad():
             self.run(*inputs)
         return {piece for piece, compiled in self.judged.items() if compiled}
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As in ``Interpreter``."""
         piece = self.fetch_attr(target)
         if not isinstance(piece, Piece):
             return super().call_module(target, args, kwargs)
@@ -146,27 +141,18 @@ def with_checkpointed_parts(program: fx.GraphModule) -> None:
         with_checkpointed_parts(part.body)
         known: dict[fx.Node, fx.Node] = dict(zip(part.body.graph.find_nodes(op="placeholder"), node.args, strict=True))
         with program.graph.inserting_before(node):
-            for inner in part.body.graph.nodes:
-                if inner.op == "get_attr" or inner.op == "call_module":
-                    path = f"{node.name}_{inner.target}".replace(".", "_")
-                    setattr(program, path, attrgetter(str(inner.target))(part.body))
-                    known[inner] = program.graph.node_copy(inner, known.__getitem__)
-                    known[inner].target = path
-                elif inner.op not in ("placeholder", "output"):
-                    known[inner] = program.graph.node_copy(inner, known.__getitem__)
-        *_, output = part.body.graph.nodes
-        _replace_results(node, fx.node.map_arg(output.args[0], known.__getitem__))
+            results: Any = program.graph.graph_copy(part.body.graph, known)
+        for inner in part.body.graph.nodes:
+            if inner.op in ("get_attr", "call_module"):
+                path = f"{node.name}_{inner.target}".replace(".", "_")
+                setattr(program, path, attrgetter(str(inner.target))(part.body))
+                known[inner].target = path
+        if isinstance(results, fx.Node):
+            node.replace_all_uses_with(results)
+        for user in list(node.users):  # each takes one of several
+            user.replace_all_uses_with(results[user.args[1]])
+            program.graph.erase_node(user)
         program.graph.erase_node(node)
-
-
-def _replace_results(node: fx.Node, results: Any) -> None:
-    """Let what reads ``node`` read ``results``, a node or several."""
-    if isinstance(results, fx.Node):
-        node.replace_all_uses_with(results)
-        return
-    for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])
-        user.graph.erase_node(user)
 
 
 def copied(program: fx.GraphModule) -> fx.GraphModule:
@@ -178,3 +164,42 @@ def copied(program: fx.GraphModule) -> fx.GraphModule:
         if hasattr(node, "_dynamo_source"):
             known[node]._dynamo_source = node._dynamo_source
     return fx.GraphModule(program, graph)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Whether pieces run compiled, under ``options``.
+
+    The choice of an earlier process, or of another rank, is taken over, so that the bits of two runs are the same.
+    Where times are modelled, everything is compiled; so is what draws, since masks are not to depend on a clock.
+    """
+
+    options: PlanOptions
+
+    def known(self, piece: Piece, forms: tuple[Any, ...]) -> bool | None:
+        """The choice for arguments of such ``forms``; None if the piece is to be timed."""
+        if self.options.costs != "measured" or piece.draws:
+            return True
+        places = places_of(self.options.disk)
+        return None if places is None else places.read(_name(piece, forms), _checked)
+
+    def made(self, piece: Piece, arguments: Sequence[Any]) -> bool:
+        """The choice for ``arguments``, on which the piece is timed if need be."""
+        forms = tuple(map(form_of, arguments))
+        known = self.known(piece, forms)
+        if known is not None:
+            return known
+        pays, places = Runner(piece, arguments).pays(), places_of(self.options.disk)
+        return pays if places is None else places.keep(_name(piece, forms), {"compiled": pays}, _checked, pays)
+
+
+def _name(piece: Piece, forms: tuple[Any, ...]) -> str:
+    device = next(f.device for f in forms if isinstance(f, Form))
+    where = device.type, kind_of(device).model(device), settings(), versions()
+    return named("pieces", repr(piece), tuple(map(repr, forms)), torch.is_autocast_enabled(device.type), where)
+
+
+def _checked(content: dict[str, Any]) -> bool:
+    if not isinstance(content["compiled"], bool):
+        raise ValueError("it does not say whether a piece is compiled")
+    return content["compiled"]

@@ -26,9 +26,8 @@ class Seen:
     ``light``: all that it computes Inductor lowers to kernels of its own. ``work``: operators that make memory.
     ``base``: the node, itself if it allocates, that made the memory of its result. ``grad``: whether a result needs a
     gradient. ``writes``: the bases of what it changes in place. ``draws``: whether it draws random numbers.
-    ``number``: whether it is a number. ``switches``: whether it is called for what it does to torch (its grad mode).
-    ``types``: of the tensors that it is given and makes. ``form``: sizes, strides and type of its result. ``several``:
-    whether the result is several tensors, of which other nodes take single ones.
+    ``switches``: whether it is called for what it does to torch (its grad mode). ``types``: of the tensors that it is
+    given and makes. ``several``: whether the result is several tensors, of which other nodes take single ones.
     ``argument``: the result as pieces are compiled for it (see ``form_of``), if it is a tensor or a number.
     ``mode``: in which it ran.
     """
@@ -39,10 +38,8 @@ class Seen:
     grad: bool
     writes: list[fx.Node] = field(default_factory=list)
     draws: bool = False
-    number: bool = False
     switches: bool = False
     types: frozenset[torch.dtype] = frozenset()
-    form: Hashable = None
     several: bool = False
     argument: Hashable = None
     mode: Mode = field(default_factory=Mode)
@@ -91,9 +88,7 @@ class _Watched(fx.Interpreter):
             grad=any(t.requires_grad for t in made),
             writes=[owners[storage_key(t)] for t in written],
             draws=called.draws,
-            number=isinstance(result, (int, float)),
             types=frozenset(t.dtype for t in tensors),
-            form=tuple((t.shape, t.stride(), t.dtype) for t in made) if _is_plain(made) else None,
             several=isinstance(result, (tuple, list)),
             argument=form_of(result) if isinstance(result, (torch.Tensor, int, float)) and _is_plain(made) else None,
             mode=current_mode(),

@@ -133,18 +133,15 @@ def disk_of(cache: Any) -> Disk | None:
         wanted = os.environ.get(VARIABLE, "on").strip()
         if wanted.lower() in _OFF:
             return None
-        return _usual() if wanted.lower() in _ON else Disk(Path(wanted).expanduser().absolute())
+        if wanted.lower() not in _ON:
+            return Disk(Path(wanted).expanduser().absolute())
+        from platformdirs import user_cache_path  # only where it is asked for: it takes as long as a small plan's load
+
+        folder = user_cache_path("rockmate", appauthor=False)
+        return Disk(folder) if folder.is_absolute() else None  # for a user without a home
     named = isinstance(cache, (str, os.PathLike)) and bool(os.fspath(cache))
     if not named or (isinstance(cache, str) and cache.strip().lower() in _ON | _OFF):
         raise InputError(
             f"cache={cache!r}: give the path of the folder where plans are kept, True for the usual one, or False"
         )
     return Disk(Path(os.fsdecode(cache)).expanduser().absolute())
-
-
-def _usual() -> Disk | None:
-    """In the folder that the platform has for such files; None for a user without a home."""
-    from platformdirs import user_cache_path  # only where it is asked for: it takes as long as a small plan's load
-
-    folder = user_cache_path("rockmate", appauthor=False)
-    return Disk(folder) if folder.is_absolute() else None

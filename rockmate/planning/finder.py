@@ -104,7 +104,6 @@ class PlanFinder:
 
     @property
     def device(self) -> torch.device:
-        """Where the step runs."""
         return self.graphs.S.device
 
     def chain(self) -> ChainPlanner:
@@ -180,7 +179,6 @@ class PlanFinder:
             return None
 
     def _by_name(self, budget: int, room: int) -> Bounded:
-        """The plan of the solver that was asked for."""
         seconds = min(self.options.time_limit, SOLVER_SECONDS)
         found = solve(self.problem, max(0, room), self.options.solver, time_limit=seconds)
         if found.schedule is None:
@@ -206,9 +204,8 @@ class PlanFinder:
 
     def plan(self, budget: int) -> Plan:
         """The plan for ``budget`` bytes: the saved one, if it is for this budget; or that of an earlier process."""
-        saved = self.saved if self.saved and self.saved.budget == budget else None
-        if saved is not None:
-            return self._plan(budget, Bounded(self._from_file(saved), None, saved.reason))
+        if self.saved and self.saved.budget == budget:
+            return self._plan(budget, Bounded(self._from_file(self.saved), None, self.saved.reason))
         if self.eager_peak <= budget or self.options.solver != "auto":  # solvers of the caller's may have changed
             return self._plan(budget, self.bounded(budget))
         asked = "solve", self.options.costs == "flops", self.scaled, self.options.time_limit

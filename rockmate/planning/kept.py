@@ -167,10 +167,8 @@ def _libraries(s: S_graph) -> tuple[str, ...] | None:
             if library is None:
                 return None
             found.add(library)
-        elif node.args and isinstance(
-            node.args[0], Piece
-        ):  # its operations are torch's, and its text is in the graph's
-            found.add("torch")
+        elif node.args and isinstance(node.args[0], Piece):
+            found.add("torch")  # its operations are torch's, and its text is in the graph's
         elif not (getattr(node.op, "__module__", None) or "").startswith("rkgb."):
             return None
     return tuple(f"{name} {_version(name)}" for name in sorted(found))

@@ -32,7 +32,10 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_costs(self.costs, InputError)
-        check_solver(self.solver)
+        if self.solver not in (names := solver_names(Problem)):
+            raise InputError(
+                f"solver={self.solver!r}: choose one of {', '.join(names)}, or register one (solvers.register)"
+            )
         if not isinstance(self.compile, bool):
             raise InputError(f"compile={self.compile!r}: give True or False")
         object.__setattr__(self, "loss_memory", checked_loss(self.loss_memory))
@@ -66,10 +69,3 @@ def checked_loss(loss_memory: Any) -> int | None:
     if isinstance(loss_memory, bool) or not isinstance(loss_memory, Integral) or loss_memory < 0:
         raise InputError(f"loss_memory={loss_memory!r}: give whole bytes, 0 or more, or None for the usual room")
     return int(loss_memory)
-
-
-def check_solver(solver: Any) -> None:
-    """Raise ``InputError`` if no solver has this name."""
-    names = solver_names(Problem)
-    if solver not in names:
-        raise InputError(f"solver={solver!r}: choose one of {', '.join(names)}, or register one (solvers.register)")

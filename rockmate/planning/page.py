@@ -14,7 +14,7 @@ from rkgb.units import format_time
 from rockmate.budget import show_bytes
 from rockmate.planning.fates import Fate, fates
 from rockmate.planning.plot import COLOURS, Levels
-from solvers import Bwd, Problem, Run, Schedule, keep_everything
+from solvers import Bwd, Problem, Schedule, keep_everything
 from solvers.figures import MIB
 
 
@@ -102,11 +102,9 @@ def save_memory_html(
 
 
 def _texts(problem: Problem, schedule: Schedule, places: Sequence[Place], levels: Levels) -> list[str]:
-    """What is said of each step that takes time."""
     known = fates(problem, schedule)
     found = []
     for step, size, kind in zip(levels.steps, levels.bytes, levels.kinds, strict=True):
-        assert isinstance(step, Run | Bwd)
         node, place = problem.nodes[step.node], places[step.node]
         backward = isinstance(step, Bwd)
         taken = node.time if not backward else node.backward.time if node.backward else 0
@@ -120,7 +118,6 @@ def _texts(problem: Problem, schedule: Schedule, places: Sequence[Place], levels
 
 
 def _fate(problem: Problem, fate: Fate) -> str:
-    """What becomes of the results of a node."""
     if fate.again:
         before = ", ".join(escape(problem.nodes[i].name) for i in fate.again)
         dropped = show_bytes(fate.made - fate.kept)

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from rkgb.graphs import S_graph
-from rkgb.Ktools import K_graph
 from rkgb.render import parts
 from rkgb.render.columns import Panel, Size, chain_pages, stand
 from rkgb.units import format_time
@@ -37,30 +36,22 @@ CHAIN, BLOCK = Size(70, 78, 260, 0), Size(90, 58, 200, 8)
 
 @dataclass(frozen=True)
 class Drawn:
-    """A schedule to be drawn."""
+    """A schedule to be drawn; the nodes of ``s`` are those of the problem."""
 
-    graph: K_graph
+    s: S_graph
     problem: Problem
     schedule: Schedule
 
-    @property
-    def s(self) -> S_graph:
-        """The nodes, which are those of the problem."""
-        return self.graph.s
-
     @cached_property
     def makers(self) -> dict[int, int]:
-        """The node that makes each value."""
         return {v: i for i, node in enumerate(self.s.nodes) for v in node.makes}
 
     @cached_property
     def fates(self) -> tuple[Fate, ...]:
-        """Of each node."""
         return fates(self.problem, self.schedule)
 
     @cached_property
     def choices(self) -> tuple[BlockChoice, ...]:
-        """Of each block."""
         return block_choices(self.problem, self.schedule)
 
     @cached_property
@@ -70,29 +61,32 @@ class Drawn:
         inside = step.node if isinstance(step, Run | Bwd) else len(self.problem.nodes)
         return sum(block.stop <= inside for block in self.problem.blocks), step_name(self.problem, step)
 
-    @property
-    def distinct(self) -> dict[int, list[int]]:
-        """The blocks by the first one whose operations are the same, and treated in the same way."""
-        found: dict[Any, list[int]] = {}
-        for b, block in enumerate(self.problem.blocks):
-            treated = tuple((f.kept, len(f.again)) for f in self.fates[block.start : block.stop])
-            found.setdefault((block.kind, treated), []).append(b)
-        return {blocks[0]: blocks for blocks in found.values()}
+    def title(self, b: int) -> str:
+        block = self.problem.blocks[b]
+        return f"block {b} · {modules(self.s, block.start, block.stop)}"
+
+    def keeps(self, b: int) -> str:
+        """What block b keeps, in words."""
+        return f"keeps {show_bytes(self.choices[b].kept)} of {show_bytes(self.choices[b].all)}"
 
 
 def draw_plan(drawn: Drawn, title: str, facts: str) -> Any:
-    """The picture of one plan, as a ``graphviz.Digraph``."""
+    """As a ``graphviz.Digraph``: the chain of blocks, and of those that are alike, and treated alike, the first one."""
     picture = parts.new_picture(title, facts, LEGEND)
-    panels = [_block_panel(drawn, first, blocks) for first, blocks in drawn.distinct.items()]
-    stand(picture, [*_chain(drawn, sum(p.width * p.height for p in panels)), *panels])
+    distinct: dict[Any, list[int]] = {}
+    for b, block in enumerate(drawn.problem.blocks):
+        treated = tuple((f.kept, len(f.again)) for f in drawn.fates[block.start : block.stop])
+        distinct.setdefault((block.kind, treated), []).append(b)
+    panels = []
+    for alike in distinct.values():
+        block = drawn.problem.blocks[alike[0]]
+        names = [node.name for node in drawn.problem.nodes[block.start : block.stop]]
+        add = partial(_add_block, drawn=drawn, b=alike[0], alike=alike)
+        panels.append(Panel(BLOCK.width(names), BLOCK.height(len(names)), add))
+    spans = chain_pages(len(drawn.problem.blocks), CHAIN, sum(p.width * p.height for p in panels))
+    chain = [Panel(CHAIN.base, CHAIN.height(b - a), partial(_add_chain, drawn=drawn, span=(a, b))) for a, b in spans]
+    stand(picture, [*chain, *panels])
     return picture
-
-
-def _chain(drawn: Drawn, others: float) -> list[Panel]:
-    """The blocks, one box each; ``others``: square points of what stands beside them."""
-    count = len(drawn.problem.blocks)
-    spans = chain_pages(count, CHAIN, others)
-    return [Panel(CHAIN.base, CHAIN.height(b - a), partial(_add_chain, drawn=drawn, span=(a, b))) for a, b in spans]
 
 
 def _add_chain(picture: Any, drawn: Drawn, span: tuple[int, int]) -> tuple[list[str], str]:
@@ -122,8 +116,8 @@ def _add_block_box(chain: Any, drawn: Drawn, b: int, key: str) -> None:
     count = sum(bool(f.again) for f in inside)
     again = f"runs again: {count} of {len(nodes)}" if count else "nothing runs again"
     text = parts.label(
-        f"block {b} · {modules(drawn.s, block.start, block.stop)}",
-        f"keeps {show_bytes(choice.kept)} of {show_bytes(choice.all)}",
+        drawn.title(b),
+        drawn.keeps(b),
         again + (f", up to {most} times" if most > 1 else "") + (f", {_share(drawn, choice)}" if count else ""),
         f"forward {format_time(forward)}, backward {format_time(backward)}",
         f"the peak: {drawn.peak[1]}" if at_peak else "",
@@ -151,21 +145,16 @@ def _share(drawn: Drawn, choice: BlockChoice) -> str:
     return f"+{100 * choice.time / eager:.1f} %" if eager else format_time(choice.time)
 
 
-def _block_panel(drawn: Drawn, b: int, alike: Sequence[int]) -> Panel:
-    """The operations of block b; ``alike``: it, and others like it."""
-    block = drawn.problem.blocks[b]
-    names = [node.name for node in drawn.problem.nodes[block.start : block.stop]]
-    return Panel(BLOCK.width(names), BLOCK.height(len(names)), partial(_add_block, drawn=drawn, b=b, alike=alike))
-
-
 def _add_block(picture: Any, drawn: Drawn, b: int, alike: Sequence[int]) -> tuple[list[str], str]:
-    """Add the operations of block b, with what they read of other blocks; the keys at the top and the end."""
-    block, choice, s = drawn.problem.blocks[b], drawn.choices[b], drawn.s
-    title = f"block {b} · {modules(s, block.start, block.stop)}"
-    said = f"keeps {show_bytes(choice.kept)} of {show_bytes(choice.all)}"
+    """Add the operations of block b, with what they read of other blocks; the keys at the top and the end.
+
+    ``alike``: it, and others like it.
+    """
+    block, choice = drawn.problem.blocks[b], drawn.choices[b]
+    said = drawn.keeps(b)
     said += f" · runs again: {choice.reruns}, {_share(drawn, choice)}" if choice.reruns else " · nothing runs again"
     others = f"the same: {'block' if len(alike) == 2 else 'blocks'} {_ranges(alike[1:])}" if len(alike) > 1 else ""
-    frame = parts.new_block(f"block{b}", title, block.kind, said, others)
+    frame = parts.new_block(f"block{b}", drawn.title(b), block.kind, said, others)
     tops: dict[str, None] = {}
     for i in range(block.start, block.stop):
         _add_operation(frame, drawn, i)
@@ -212,7 +201,6 @@ def _add_operation(frame: Any, drawn: Drawn, i: int) -> None:
 
 
 def _add_entering(frame: Any, drawn: Drawn, j: int, key: str) -> None:
-    """What another block's node j makes."""
     fate, name = drawn.fates[j], drawn.problem.nodes[j].name
     text = parts.data_label(name, _said(drawn, j))
     tooltip = "\n".join(filter(None, (f"made by an earlier block: {name}", _when(drawn, j))))
@@ -220,7 +208,6 @@ def _add_entering(frame: Any, drawn: Drawn, j: int, key: str) -> None:
 
 
 def _said(drawn: Drawn, i: int) -> str:
-    """What becomes of node i, in few words."""
     fate = drawn.fates[i]
     kept = f"keeps {show_bytes(fate.kept)}" + (f" of {show_bytes(fate.made)}" if fate.kept < fate.made else "")
     if not fate.again:

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from rockmate.planning.disk import REFUSED, Disk
+from rockmate.planning.disk import LOG, REFUSED, Disk, T
 from solvers.files.values import to_json
-
-LOG = logging.getLogger("rockmate")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,26 +25,18 @@ class Ranks:
 
     store: Any  # torch.distributed.Store, which a torch without distributed does not have
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        """What a rank has offered; None if none has."""
+    def offered(self, name: str, content: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """What a rank has offered; None if none has, which then ``content`` is from now on, if it is given."""
+        key, text = f"rockmate/{name}", None if content is None else to_json(content)
         try:
-            return json.loads(self.store.get(self._key(name))) if self.store.check([self._key(name)]) else None
+            if text is not None:
+                first = self.store.compare_set(key, "", text)
+            else:
+                first = self.store.get(key) if self.store.check([key]) else None
+            return None if first is None or (text is not None and first == text.encode()) else json.loads(first)
         except (RuntimeError, ValueError) as error:
             _unusable(str(error))
             return None
-
-    def offer(self, name: str, content: dict[str, Any]) -> dict[str, Any] | None:
-        """Offer ``content``; what another rank has offered before, None if this is the first."""
-        text = to_json(content)
-        try:
-            first = self.store.compare_set(self._key(name), "", text)
-            return None if first == text.encode() else json.loads(first)
-        except (RuntimeError, ValueError) as error:
-            _unusable(str(error))
-            return None
-
-    def _key(self, name: str) -> str:
-        return f"rockmate/{name}"
 
 
 @functools.cache  # said once
@@ -66,7 +53,7 @@ class Places:
 
     def read(self, name: str, checked: Callable[[dict[str, Any]], T]) -> T | None:
         """What ``checked`` makes of what is kept; None if nothing is, or ``checked`` refuses it."""
-        taken = _taken(None if self.ranks is None else self.ranks.read(name), checked)
+        taken = self._taken(name, None, checked)
         if taken is not None:
             return taken
         found = None if self.disk is None else self.disk.read(name, lambda content: (content, checked(content)))
@@ -79,28 +66,22 @@ class Places:
         return self._agreed(name, content, checked, made)
 
     def _agreed(self, name: str, content: dict[str, Any], checked: Callable[[dict[str, Any]], T], made: T) -> T:
-        taken = _taken(None if self.ranks is None else self.ranks.offer(name, content), checked)
+        taken = self._taken(name, content, checked)
         return made if taken is None else taken
 
-
-def _taken(offered: dict[str, Any] | None, checked: Callable[[dict[str, Any]], T]) -> T | None:
-    """What ``checked`` makes of what another rank has ``offered``; None if that is nothing, or refused."""
-    try:
-        return None if offered is None else checked(offered)
-    except REFUSED as error:
-        LOG.info("what another rank has found is ignored: %s", error)
-        return None
+    def _taken(self, name: str, content: dict[str, Any] | None, checked: Callable[[dict[str, Any]], T]) -> T | None:
+        """What ``checked`` makes of what another rank has offered; None if that is nothing, or refused."""
+        offered = None if self.ranks is None else self.ranks.offered(name, content)
+        try:
+            return None if offered is None else checked(offered)
+        except REFUSED as error:
+            LOG.info("what another rank has found is ignored: %s", error)
+            return None
 
 
 def places_of(disk: Disk | None) -> Places | None:
     """``disk``, and the ranks of the job that this process is part of; None if there is neither."""
-    ranks = _ranks()
-    return None if disk is None and ranks is None else Places(disk, ranks)
-
-
-def _ranks() -> Ranks | None:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    if torch.distributed.get_world_size() == 1:
-        return None
-    return Ranks(torch.distributed.distributed_c10d._get_default_store())
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if several and torch.distributed.get_world_size() > 1:
+        return Places(disk, Ranks(torch.distributed.distributed_c10d._get_default_store()))
+    return None if disk is None else Places(disk, None)

@@ -138,11 +138,7 @@ class Plan(PlanFields):
         Raises ``PlanError`` where there is no such file to write to.
         """
         fields = dataclasses.replace(self, solver=self.solver.removesuffix(LOADED))
-        promised = {
-            "call": self.call,
-            "predicted_peak": self.predicted_peak,
-            "predicted_overhead": self.predicted_overhead,
-        }
+        promised = {name: getattr(self, name) for name in ("call", "predicted_peak", "predicted_overhead")}
         write_plan(path, fields, self.graph, format_schedule(self.problem, self.schedule), promised)
 
     def program(self) -> str:
@@ -192,7 +188,7 @@ class Plan(PlanFields):
         from rockmate.planning.picture import Drawn, draw_plan  # imported where a picture is asked for
 
         return draw_plan(
-            Drawn(self.graph, self.problem_with_usual_loss(), self.schedule),
+            Drawn(self.graph.s, self.problem_with_usual_loss(), self.schedule),
             f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer",
             f"without recomputation {show_bytes(self.eager_peak)} · nodes: {len(self.problem.nodes)}, "
             f"runs again: {self.recomputed}",
@@ -279,7 +275,6 @@ _NOT_RETURNED = "If you do not need them, let forward not return them (in transf
 
 
 def _moment(problem: Problem, step: Step) -> str:
-    """When a step of a schedule runs, in words."""
     if not isinstance(step, (Run, Bwd)):
         return "at the loss"
     name = problem.nodes[step.node].name

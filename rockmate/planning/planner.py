@@ -13,22 +13,14 @@ import torch
 from rkgb.cost.measure import Cost, Known
 from rkgb.cost.usage import Usage
 from rkgb.graphs import S_graph
-from rkgb.pipeline import Graphs, make_K
+from rkgb.Ktools import K_graph
+from rkgb.pipeline import make_K
 from rockmate.planning.finder import CARRIED, LITTLE, PlanFinder
 from rockmate.planning.kept import Bounded
 from rockmate.planning.plan import Plan
 from rockmate.planning.problem import problem_of
 from rockmate.planning.room import Room, bytes_of_outputs, grown, usual_room, wider
-from solvers import (
-    Bwd,
-    ChainPlan,
-    Options,
-    Schedule,
-    ScheduleError,
-    lower_bound,
-    walk,
-    with_deletes,
-)
+from solvers import Bwd, ChainPlan, Options, Schedule, ScheduleError, lower_bound, walk, with_deletes
 
 
 def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
@@ -61,16 +53,19 @@ class Planner(PlanFinder):
             doing = phase_of(self.graphs.known, before)
             seconds[doing] = seconds.get(doing, 0.0) + time.perf_counter() - start
         options = self.options_of_blocks if usage == self.graphs.K.usage else None
-        graphs = dataclasses.replace(self.graphs, K=k)
         room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
-        return self._with(graphs, room, saved=None, seconds=seconds, options_of_blocks=options)
+        return self._with(k, room, self.graphs.known, saved=None, seconds=seconds, options_of_blocks=options)
 
     def with_auto_solver(self) -> Planner:
         """The same with a solver that finds the plan of least memory."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, solver="auto"))
 
-    def _with(self, graphs: Graphs, room: Room, **changed: Any) -> Planner:
+    def _with(
+        self, k: K_graph, room: Room, known: Known, classes: tuple[int, ...] | None = None, **changed: Any
+    ) -> Planner:
         """This planner with other costs, or another room for the loss: nothing is solved yet."""
+        classes = self.graphs.classes if classes is None else classes
+        graphs = dataclasses.replace(self.graphs, D=k.s.d, S=k.s, K=k, known=known, classes=classes)
         problem = problem_of(graphs, room, self.options.costs)
         return dataclasses.replace(self, graphs=graphs, problem=problem, room=room, _chain=None, **changed)
 
@@ -85,7 +80,7 @@ class Planner(PlanFinder):
         known: Known,
         model: torch.nn.Module,
         inputs: list[torch.Tensor],
-        options: Mapping[Usage, Options] | None = None,
+        options: Mapping[Usage, Options],
     ) -> Planner:
         """A planner for ``s``, which has the skeleton of this planner's graph, with the ``known`` costs, and
         ``options`` of its blocks by what the caller does with the outputs.
@@ -97,18 +92,17 @@ class Planner(PlanFinder):
         self.report("measure", 0.0)
         usage = self.graphs.K.usage
         k = make_K(s, model, inputs, self.options.costs, usage, known)
-        graphs = dataclasses.replace(self.graphs, D=s.d, S=s, K=k, known=known)
-        room = usual_room(k, self.options.loss_memory)
-        if self.room.seen:
-            room = grown(self.room, bytes_of_outputs(s.d))
+        seen = self.room.seen
+        room = grown(self.room, bytes_of_outputs(s.d)) if seen else usual_room(k, self.options.loss_memory)
         return self._with(
-            graphs,
+            k,
             room,
+            known,
             missing=missing_gradients(model),
             saved=None,
             seconds={phase_of(known): time.perf_counter() - start},
             scaled=not known.own,
-            options_of_blocks=(options or {}).get(usage),
+            options_of_blocks=options.get(usage),
             solved={},
         )
 
@@ -118,9 +112,8 @@ class Planner(PlanFinder):
         """
         known, k = Known(costs.__getitem__), self.graphs.K
         k = make_K(s, torch.nn.Module(), [], self.options.costs, k.usage, known, k.missing)
-        graphs = dataclasses.replace(self.graphs, D=s.d, S=s, K=k, known=known, classes=classes)
         room = usual_room(k, self.options.loss_memory)
-        return self._with(graphs, room, saved=None, scaled=False, options_of_blocks=None, solved={})
+        return self._with(k, room, known, classes, saved=None, scaled=False, options_of_blocks=None, solved={})
 
     def measured_anew(self, model: torch.nn.Module, inputs: list[torch.Tensor], known: Known) -> Planner:
         """This planner, whose costs were scaled, with those of its own sizes: the ``known`` ones, or measured.
@@ -132,14 +125,13 @@ class Planner(PlanFinder):
         known.given = frozenset(v for v in sources if self.graphs.D.values[v].requires_grad) - k.missing
         k = make_K(self.graphs.S, model, inputs, self.options.costs, k.usage, known, k.missing)
         seconds = {phase_of(known): time.perf_counter() - start}
-        graphs = dataclasses.replace(self.graphs, K=k, known=known)
-        return self._with(graphs, self.room, seconds=seconds, scaled=False, options_of_blocks=None, solved={})
+        return self._with(k, self.room, known, seconds=seconds, scaled=False, options_of_blocks=None, solved={})
 
     def with_gradients(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
         """A planner for calls in whose backward the gradients of all parameters are there."""
         k = self.graphs.K
         k = make_K(self.graphs.S, model, inputs, self.options.costs, k.usage, self.graphs.known, frozenset())
-        return self._with(dataclasses.replace(self.graphs, K=k), self.room, missing=frozenset())
+        return self._with(k, self.room, self.graphs.known, missing=frozenset())
 
     def carried_plan(self, budget: int, schedules: Iterable[Schedule]) -> Plan | None:
         """The fastest of ``schedules`` of other sizes of the graph that fits ``budget``; None if none does."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rockmate.errors import InputError
 from rockmate.run.watch import MeasuredStep
-from solvers import Bwd, Del, Loss, Problem, Run, Schedule, Step, keep_everything, walk
+from solvers import Bwd, Del, Loss, Problem, Run, Schedule, keep_everything, walk
 from solvers.figures import MIB, finished, new_figure
 
 if TYPE_CHECKING:
@@ -36,29 +36,23 @@ def plot_memory(
     figure, axes = new_figure()
     eager = Levels(problem, keep_everything(problem))
     ours = Levels(problem, schedule)
-    _add_kinds(axes, ours.edges, ours.bytes, ours.kinds)
+    for kind, color in COLOURS.items():
+        shown = [size if k == kind else 0.0 for size, k in zip(ours.bytes, ours.kinds, strict=True)]
+        axes.stairs(shown, ours.edges, fill=True, color=color, label=kind)
     axes.vlines([ours.loss], 0, [ours.loss_bytes], color="#b04a4a", label="loss")
     axes.stairs(eager.bytes, eager.edges, color="#777777", label="if everything were kept")
     if measured is not None:
-        _add_measured(axes, ours, measured)
+        sizes = [size / MIB for size in measured.bytes]
+        loss = sizes.pop(measured.steps.index(Loss()))
+        axes.stairs(sizes, ours.edges, color="black", linewidth=1.2, baseline=None, label="measured")
+        axes.plot([ours.loss], [loss], "o", markersize=3, color="black")
     axes.set_xlabel("time of the step, by the plan's costs (ms)")
     axes.set_xlim(0, max(eager.edges[-1], ours.edges[-1]))
-    _add_budget(axes, budget)
-    return finished(figure, path)
-
-
-def _add_kinds(axes: Any, edges: list[float], sizes: list[float], kinds: list[str]) -> None:
-    """Levels over time, in the colours of what runs."""
-    for kind, color in COLOURS.items():
-        shown = [size if k == kind else 0.0 for size, k in zip(sizes, kinds, strict=True)]
-        axes.stairs(shown, edges, fill=True, color=color, label=kind)
-
-
-def _add_budget(axes: Any, budget: int) -> None:
     axes.axhline(budget / MIB, color="#b04a4a", linestyle="--", label="budget")
     axes.set_ylabel("memory above the level at the call (MiB)")
     axes.set_ylim(0)
     axes.legend()
+    return finished(figure, path)
 
 
 def _check(problem: Problem, schedule: Schedule, measured: MeasuredStep) -> None:
@@ -77,14 +71,6 @@ def _check(problem: Problem, schedule: Schedule, measured: MeasuredStep) -> None
         )
 
 
-def _add_measured(axes: Any, ours: Levels, measured: MeasuredStep) -> None:
-    """The measured bytes over the time of each operation, as a line, and of the loss as a point."""
-    sizes = [size / MIB for size in measured.bytes]
-    loss = sizes.pop(measured.steps.index(Loss()))
-    axes.stairs(sizes, ours.edges, color="black", linewidth=1.2, baseline=None, label="measured")
-    axes.plot([ours.loss], [loss], "o", markersize=3, color="black")
-
-
 class Levels:
     """The ``steps`` that take time: their edges (ms), what is allocated meanwhile (MiB); the loss likewise."""
 
@@ -92,7 +78,7 @@ class Levels:
         self.edges: list[float] = [0.0]
         self.bytes: list[float] = []
         self.kinds: list[str] = []
-        self.steps: list[Step] = []
+        self.steps: list[Run | Bwd] = []
         self.loss = self.loss_bytes = 0.0
         in_backward = False
         for step, size in zip(schedule, walk(problem, schedule).timeline, strict=True):

@@ -84,7 +84,11 @@ def make_planner(
     room = saved.room if saved else usual_room(graphs.K, options.loss_memory)
     missing = missing_gradients(model)
     if saved is not None:
-        _check_gradients(saved, missing)
+        if made := missing - saved.missing:  # gradients that the backward makes, and that were there
+            raise PlanError(
+                f"the plan in {saved.path} was made when {', '.join(sorted(made))} had gradients, which now have none: "
+                "their gradients would not fit. Make a plan anew, or zero_grad(set_to_none=False) first."
+            )
         missing = saved.missing
     with nullcontext() if saved is None else saved.unchanged():
         problem = problem_of(graphs, room, options.costs)
@@ -106,15 +110,6 @@ def _told_in_terms_of(model: torch.nn.Module, call: Call) -> Iterator[None]:
         if not isinstance(error, GraphError) or error.__cause__ is not None:  # else it says what is wrong
             _check_call(model, call, error)
         raise
-
-
-def _check_gradients(saved: SavedPlan, missing: frozenset[str]) -> None:
-    """Raise ``PlanError`` where the backward makes gradients that were there when the plan was made."""
-    if not missing <= saved.missing:
-        raise PlanError(
-            f"the plan in {saved.path} was made when {', '.join(sorted(missing - saved.missing))} had gradients, which "
-            "now have none: their gradients would not fit. Make a plan anew, or zero_grad(set_to_none=False) first."
-        )
 
 
 def _check_call(model: torch.nn.Module, call: Call, error: Exception) -> None:

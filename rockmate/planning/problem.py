@@ -21,7 +21,10 @@ def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
     device mostly waits for the host, times are the host's.
     """
     k = graphs.K
-    beside, beside_warm = _beside_a_rerun(graphs) if costs == "measured" else (0, 0)
+    beside = beside_warm = 0  # nanoseconds of the executor's Python for a node that runs again, and right after another
+    if costs == "measured":
+        kind = kind_of(graphs.S.device)
+        beside, beside_warm = kind.beside_a_rerun(sum(x.bytes for x in graphs.D.storages)), kind.beside_a_rerun(0)
     kept = clocks_without_reruns(k)
     if kept is not None and kept.host > kept.device:
         k = _with_times_of_the_host(k)
@@ -53,21 +56,6 @@ def problem_of(graphs: Graphs, room: Room, costs: str) -> Problem:
     return problem
 
 
-def _beside_a_rerun(graphs: Graphs) -> tuple[int, int]:
-    """Nanoseconds of the executor's Python for each node that runs again, and of one right after another."""
-    kind = kind_of(graphs.S.device)
-    return kind.beside_a_rerun(sum(x.bytes for x in graphs.D.storages)), kind.beside_a_rerun(0)
-
-
-def kernels_of(k: K_graph) -> Kernels | None:
-    """What host and device take for each node; None where nobody has timed launches."""
-    if not any(n.launch for n in k.nodes):
-        return None
-    forward = tuple((n.launch, n.time) for n in k.nodes)
-    backward = tuple((n.backward.launch, n.backward.time) if n.backward else (0, 0) for n in k.nodes)
-    return Kernels(forward, backward, _again())
-
-
 def _again() -> int:
     """Nanoseconds of the host for each node that runs again, beside its launch."""
     return Cpu().beside_a_rerun(0)
@@ -75,8 +63,11 @@ def _again() -> int:
 
 def clocks_of(k: K_graph, schedule: Schedule) -> Clocks | None:
     """A step of the device, and of the host that launches what it runs; None where nobody has timed launches."""
-    kernels = kernels_of(k)
-    return None if kernels is None else clocks(schedule, kernels)
+    if not any(n.launch for n in k.nodes):
+        return None
+    forward = tuple((n.launch, n.time) for n in k.nodes)
+    backward = tuple((n.backward.launch, n.backward.time) if n.backward else (0, 0) for n in k.nodes)
+    return clocks(schedule, Kernels(forward, backward, _again()))
 
 
 def clocks_without_reruns(k: K_graph) -> Clocks | None:

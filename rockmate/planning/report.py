@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from rockmate.budget import show_bytes
-from solvers import Del, Loss, Problem, Run, Schedule, keep_everything
+from rockmate.planning.fates import fates
+from solvers import Problem, Schedule, keep_everything
 from solvers.tables import text_table
 
 MOST_LINES = 20
@@ -35,36 +36,20 @@ class BlockChoice:
 
 def block_choices(problem: Problem, schedule: Schedule) -> tuple[BlockChoice, ...]:
     """One choice a block, in order."""
-    kept = _live_at_loss(problem, schedule)
-    full = _live_at_loss(problem, keep_everything(problem))
-    runs = [step.node for step in schedule[schedule.index(Loss()) :] if isinstance(step, Run)]
-    found = []
-    for block in problem.blocks:
-        inside = range(block.start, block.stop)
-        again = [i for i in runs if i in inside]
-        found.append(
-            BlockChoice(
-                block.kind,
-                len(inside),
-                sum(problem.data[d].size for d in kept if problem.data[d].owner in inside),
-                sum(problem.data[d].size for d in full if problem.data[d].owner in inside),
-                len(again),
-                sum(problem.nodes[i].time for i in again),
-                problem.nodes[block.start].name,
-                problem.nodes[block.stop - 1].name,
-            )
+    ours, eager = fates(problem, schedule), fates(problem, keep_everything(problem))
+    return tuple(
+        BlockChoice(
+            block.kind,
+            block.stop - block.start,
+            sum(fate.kept for fate in ours[block.start : block.stop]),
+            sum(fate.kept for fate in eager[block.start : block.stop]),
+            sum(len(fate.again) for fate in ours[block.start : block.stop]),
+            sum(problem.nodes[i].time * len(ours[i].again) for i in range(block.start, block.stop)),
+            problem.nodes[block.start].name,
+            problem.nodes[block.stop - 1].name,
         )
-    return tuple(found)
-
-
-def _live_at_loss(problem: Problem, schedule: Schedule) -> set[int]:
-    live: set[int] = set()
-    for step in schedule[: schedule.index(Loss())]:
-        if isinstance(step, Run):
-            live.update(problem.nodes[step.node].makes)
-        elif isinstance(step, Del):
-            live.discard(step.data)
-    return live
+        for block in problem.blocks
+    )
 
 
 def block_rows(problem: Problem, schedule: Schedule) -> tuple[list[tuple[str, ...]], str]:
@@ -87,13 +72,10 @@ def block_rows(problem: Problem, schedule: Schedule) -> tuple[list[tuple[str, ..
         span = " … ".join(dict.fromkeys((choices[blocks[0]].first, choices[blocks[-1]].last)))
         rows.append((name, str(choice.kind), str(choice.nodes), *sizes, str(choice.reruns), time, span))
     left_out = len(rows) - 1 - MOST_LINES
-    return rows[: MOST_LINES + 1], f"… and {left_out} lines more: {_EVERY_STEP}" if left_out > 0 else ""
-
-
-_EVERY_STEP = "print(plan.program()), or rockmate plan … --program, has every step"
+    more = f"… and {left_out} lines more: print(plan.program()), or rockmate plan … --program, has every step"
+    return rows[: MOST_LINES + 1], more if left_out > 0 else ""
 
 
 def block_table(problem: Problem, schedule: Schedule) -> str:
-    """The choices as text."""
     rows, left_out = block_rows(problem, schedule)
     return text_table(rows, left=[len(rows[0]) - 1]) + (f"\n{left_out}" if left_out else "")

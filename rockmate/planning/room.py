@@ -48,7 +48,9 @@ def usual_room(k: K_graph, loss_memory: int | None) -> Room:
     ``F.mse_loss`` and ``F.smooth_l1_loss`` return one number in storage as large as their input, and loops hold
     differences, probabilities and the like.
     """
-    floats, scalars = _in_float(k), kind_of(device_of_outputs(k.s.d)).scalars
+    roots = [k.s.d.values[v] for v in k.usage.root_values(k.s.d)]
+    floats = sum(v.bytes * max(1, 4 // v.dtype.itemsize) for v in roots)  # in single precision, as losses compute
+    scalars = kind_of(device_of_outputs(k.s.d)).scalars
     if loss_memory is not None:
         kept = min(floats, loss_memory)
         return Room(k.output_bytes + loss_memory - kept, kept, k.output_bytes + loss_memory, scalars)
@@ -112,9 +114,3 @@ def usual_problem(problem: Problem, k: K_graph, room: Room) -> Problem:
         for n, more in zip(problem.nodes, extra, strict=True)
     )
     return dataclasses.replace(problem, nodes=tuple(nodes), loss=room.usual)
-
-
-def _in_float(k: K_graph) -> int:
-    """Bytes of the roots, in single precision at least, as losses compute with them."""
-    carried = [k.s.d.values[v] for v in k.usage.root_values(k.s.d)]
-    return sum(v.bytes * max(1, 4 // v.dtype.itemsize) for v in carried)

@@ -116,7 +116,7 @@ class Backward:
                 elif step.data in staying:
                     continue
                 elif isinstance(step, Del):
-                    self.store.drop(step.data)
+                    self.store.live[step.data] = None
                     if self.skipped:
                         self.store.drop_from_slots(step.data)
                 elif not self.retained:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
 
 from rkgb.blocks.simplify import statistics_of
 from rkgb.graphs import Mode, S_graph, S_node
@@ -20,17 +19,16 @@ def compile_schedule(k: K_graph, schedule: Schedule) -> Program:
     s, at_loss = k.s, schedule.index(Loss())
     forward, backward = schedule[:at_loss], schedule[at_loss + 1 :]
     dropped_after, live = _forward_phase(k, forward)
-    roles = _roles(k, backward, live)
-    stages, before, touched = _stages(k, backward, roles.tracked)
+    lowering = _Lowering(k, backward, live)
+    stages, before, touched = _stages(k, backward, lowering.tracked)
     last_run = {step.node: stage for stage, steps in enumerate(before) for step in steps if isinstance(step, Run)}
-    lowering = _Lowering(k, roles)
     nodes = tuple(lowering.node(i, dropped_after[i]) for i in range(len(s.nodes)))
     return Program(
         s=s,
         nodes=nodes,
         stages=tuple(stages),
         before=tuple(before),
-        handed_over=tuple(sorted((live & roles.tracked) - touched)),
+        handed_over=tuple(sorted((live & lowering.tracked) - touched)),
         last_reader=_last_readers(k),
         final=frozenset((stage, node) for node, stage in last_run.items()),
         kept=frozenset(live),
@@ -55,33 +53,6 @@ def _forward_phase(k: K_graph, steps: Schedule) -> tuple[list[list[int]], set[in
             after[node].append(step.data)
             live.discard(step.data)
     return after, live
-
-
-@dataclass(frozen=True)
-class _Roles:
-    """What a schedule does with nodes and data.
-
-    ``live``: data at the end of the forward phase. ``again``: nodes that run again. ``native``: nodes whose backward
-    reads only data that stay from the forward phase on. ``tracked``: data that something other than autograd reads
-    after the forward phase.
-    """
-
-    live: set[int]
-    again: set[int]
-    native: set[int]
-    tracked: set[int]
-
-
-def _roles(k: K_graph, backward: Schedule, live: set[int]) -> _Roles:
-    again = {step.node for step in backward if isinstance(step, Run)}
-    native = _native(k, backward, live)
-    tracked: set[int] = set()
-    for i, n in enumerate(k.nodes):
-        if i in again:
-            tracked.update(n.reads, n.makes)
-        if n.backward and i not in native:
-            tracked.update(n.backward.reads)
-    return _Roles(live, again, native, tracked)
 
 
 def _native(k: K_graph, backward: Schedule, live: set[int]) -> set[int]:
@@ -144,12 +115,16 @@ def _touched(k: K_graph, step: Run) -> dict[int, None]:
 
 
 def _segments(k: K_graph, nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool, int, int]]:
-    """Consecutive nodes of one kind. A node of which autograd saves nothing but sources joins any kind of segment."""
+    """Consecutive nodes of one kind. A node of which autograd saves nothing but sources joins any kind of segment.
+
+    Results of a dead end are detached, so that nothing needs to be saved. (A node whose outputs merely get no gradient
+    is different: its backward may run after all.)
+    """
     found: list[tuple[bool, bool, int, int]] = []
     for i, code in enumerate(nodes):
-        kind, backward = (code.first.native, code.first.no_backward), k.nodes[i].backward
-        any_will_do = not k.s.nodes[i].requires_grad
-        if found and not found[-1][1] and backward is not None and not backward.reads and not code.again.saves:
+        kind, backward, node = (code.first.native, k.is_dead_end(i)), k.nodes[i].backward, k.s.nodes[i]
+        any_will_do = not node.requires_grad
+        if found and not found[-1][1] and backward is not None and not backward.reads and not node.saved.private:
             any_will_do = True
         if found and (found[-1][:2] == kind or any_will_do):
             native, no_backward, start, _ = found.pop()
@@ -160,46 +135,57 @@ def _segments(k: K_graph, nodes: tuple[NodeCode, ...]) -> list[tuple[bool, bool,
 
 
 class _Lowering:
-    """Makes the code of each node for a schedule whose ``roles`` are known.
+    """Makes the code of each node for a schedule with the steps ``backward`` after the loss, when the data ``live`` are
+    there.
 
-    ``data_of``: the datum of each value. ``mode``: that of most operations. ``views``: for nodes whose results other
-    nodes take views of, these nodes.
+    ``again``: nodes that run again. ``native``: nodes whose backward reads only data that stay from the forward phase
+    on. ``tracked``: data that something other than autograd reads after the forward phase. ``data_of``: the datum of
+    each value. ``mode``: that of most operations, which the executor sets once. ``views``: for nodes whose results
+    other nodes take views of, these nodes.
     """
 
-    def __init__(self, k: K_graph, roles: _Roles) -> None:
+    def __init__(self, k: K_graph, backward: Schedule, live: set[int]) -> None:
         s = k.s
         of_storage = {data.storage: d for d, data in enumerate(k.data) if data.storage is not None}
-        self.k, self.roles = k, roles
+        self.k, self.live = k, live
+        self.again = {step.node for step in backward if isinstance(step, Run)}
+        self.native = _native(k, backward, live)
+        self.tracked: set[int] = set()
+        for i, n in enumerate(k.nodes):
+            if i in self.again:
+                self.tracked.update(n.reads, n.makes)
+            if n.backward and i not in self.native:
+                self.tracked.update(n.backward.reads)
         self.data_of = {
             v: of_storage[x] for n in s.nodes for v in n.makes if (x := s.d.values[v].storage) in of_storage
         }
         self.values_of: list[list[int]] = [[] for _ in k.data]
         for v, d in self.data_of.items():
             self.values_of[d].append(v)
-        self.mode = _usual_mode(s)
+        modes = Counter(node.mode for node in s.d.nodes)
+        self.mode = max(modes, key=modes.__getitem__, default=Mode())
         self.views = _views_elsewhere(s)
 
     def node(self, i: int, dropped: list[int]) -> NodeCode:
         """The code of node i, after which the data ``dropped`` go in the forward phase."""
-        k, s, tracked = self.k, self.k.s, self.roles.tracked
+        k, tracked = self.k, self.tracked
         makes = k.nodes[i].makes
         private = next((d for d in makes if k.data[d].storage is None and d in tracked), None)
         return NodeCode(
-            reads=s.nodes[i].reads,
             data=tuple(d for d in makes if d in tracked),
             made=tuple((v, d) for v, d in self._tracked_results(i) if d in makes),
             private=private,
-            random=drawn_by(s, i) if i in self.roles.again else (),
+            random=drawn_by(k.s, i) if i in self.again else (),
             first=self._first(i, private, dropped),
             again=self._again(i, private),
         )
 
     def _tracked_results(self, i: int) -> list[ValueOfDatum]:
-        data_of, tracked = self.data_of, self.roles.tracked
+        data_of, tracked = self.data_of, self.tracked
         return [(v, data_of[v]) for v in self.k.s.nodes[i].makes if v in data_of and data_of[v] in tracked]
 
     def _first(self, i: int, private: int | None, dropped: list[int]) -> FirstRun:
-        k, s, data_of, node = self.k, self.k.s, self.data_of, self.k.s.nodes[i]
+        s, data_of, node = self.k.s, self.data_of, self.k.s.nodes[i]
         ops = [s.d.nodes[op] for op in node.ops]
         results = self._tracked_results(i)
         read = [(v, data_of.get(v, -1)) for v in node.reads]
@@ -207,12 +193,11 @@ class _Lowering:
             ops=tuple(op_of(op, self.mode) for op in ops),
             inner=frozenset(v for op in ops for v in op.outputs if v not in node.makes),
             dead_values=tuple(v for d in dropped for v in self.values_of[d]),
-            keeps=tuple((v, d) for v, d in results if d in self.roles.live),
+            keeps=tuple((v, d) for v, d in results if d in self.live),
             aliases=tuple(v for v in node.makes if v not in data_of),
-            known=(*((v, d) for v, d in read if d < 0 or d in self.roles.tracked), *results),
+            known=(*((v, d) for v, d in read if d < 0 or d in self.tracked), *results),
             private=Place() if private is None else Place(data=private),
-            native=i in self.roles.native,
-            no_backward=k.is_dead_end(i),
+            native=i in self.native,
         )
 
     def _again(self, i: int, private: int | None) -> SecondRun:
@@ -231,7 +216,6 @@ class _Lowering:
             data=data,
             values=tuple((v, data_of[v]) for n in nodes for v in n.makes if data_of.get(v) in data),
             recorded=private is not None or not all(map(needs_no_recording, ops)),
-            saves=bool(node.saved.private),
         )
 
 
@@ -246,11 +230,3 @@ def _views_elsewhere(s: S_graph) -> dict[int, list[S_node]]:
             if len(makers) == 1 and i not in makers:
                 found.setdefault(makers.pop(), []).append(n)
     return found
-
-
-def _usual_mode(s: S_graph) -> Mode:
-    """The mode in which most operations run; the executor sets it once."""
-    modes: dict[Any, int] = {}
-    for node in s.d.nodes:
-        modes[node.mode] = modes.get(node.mode, 0) + 1
-    return max(modes, key=lambda m: modes[m], default=Mode())

@@ -13,7 +13,6 @@ takes the schedule's steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -22,14 +21,14 @@ from rockmate.run.backward import Backward
 from rockmate.run.functions import Whole
 from rockmate.run.program import Program
 from rockmate.run.recorder import Recorder
-from rockmate.run.slots import Slot
+from rockmate.run.slots import Slot, changed
 from rockmate.run.store import Store
 from rockmate.run.timed import TimedBackward
 from rockmate.run.watch import Watch, WatchedBackward, WatchedRecorder
 
 
 class CallState:
-    """One call. The slots and hooks in its autograd graph own it, so it goes when the graph goes."""
+    """One call. The hooks in its autograd graph own it, so it goes when the graph goes."""
 
     def __init__(
         self, program: Program, sources: dict[int, torch.Tensor], timed: Callable[[int, int], None] | None = None
@@ -52,7 +51,7 @@ class CallState:
         whole = None if self.watched else self.program.whole
         if whole is None:
             recorder = WatchedRecorder if self.watched else Recorder
-            outputs = recorder(self.store, self, self.backward.stop_before).outputs()
+            outputs = recorder(self.store, self.unpack, self.backward.stop_before).outputs()
         else:
             outputs = self._run(whole)
         if self.program.exceeding:
@@ -67,9 +66,31 @@ class CallState:
         finally:
             self.store.clear()
 
-    def made_for(self, slot: Slot) -> Any:
+    def unpack(self, slot: Slot) -> torch.Tensor:
+        """The tensor that autograd saved; computed again if the schedule has dropped it."""
+        if slot.data < 0:
+            assert slot.held is not None
+            return _unchanged(slot.held, slot.version)
+        held = slot.datum or self.store.live[slot.data]
+        if held is None:
+            held = self._made_for(slot)
+        if slot.index >= 0:
+            return _unchanged(held[slot.index], slot.version)
+        for v, value in held.items():
+            if value._version != self.store.made_at[v]:
+                raise changed(self.program.s.d.names[v], value, self.store.made_at[v])
+        return slot.place.tensor_in(held)
+
+    def _made_for(self, slot: Slot) -> dict[int, torch.Tensor]:
         """The datum of ``slot``, which is not live: by the steps of a stage that was left out, or outside of any."""
         self.backward.catch_up(slot.node)
         if slot.datum is None:
             self.store.need(slot.data)
-        return slot.datum or self.store.live[slot.data]
+        return slot.datum or self.store.live[slot.data]  # type: ignore[return-value] # it is live now
+
+
+def _unchanged(t: torch.Tensor, then: int) -> torch.Tensor:
+    """``t``, unless it was changed in place since version ``then``."""
+    if t._version != then:
+        raise changed(f"a tensor of shape {list(t.shape)}", t, then)
+    return t

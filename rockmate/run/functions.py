@@ -17,6 +17,9 @@ from rkgb.trace.preserved import drop_saved
 Function = Callable[[dict[int, torch.Tensor]], None]
 """Takes what a node reads from values by their numbers, and puts what it makes there."""
 
+Segments = Iterable[tuple[bool, Iterable[tuple[Sequence["Op"], Collection[int]]]]]
+"""Consecutive nodes: whether autograd is to save nothing; of each the operations, and the values that go after it."""
+
 Whole = Callable[[dict[int, torch.Tensor]], list[torch.Tensor]]
 """The outputs of a program, from the values of its sources."""
 
@@ -66,20 +69,15 @@ def functions_of(nodes: Iterable[tuple[Sequence[Op], Collection[int], bool]]) ->
     argument; other results are its own. The third of each: whether autograd records the operations."""
     writer = _Writer()
     names = [writer.define(ops, wanted, recorded) for ops, wanted, recorded in nodes]
-    exec(_compiled("\n".join(writer.lines)), writer.names)
-    return tuple(writer.names[name] for name in names)
+    made = writer.executed()
+    return tuple(made[name] for name in names)
 
 
-def whole_of(
-    segments: Iterable[tuple[bool, Iterable[tuple[Sequence[Op], Collection[int]]]]], outputs: Sequence[int]
-) -> Whole:
-    """One function for all nodes, in the program's mode. ``segments``: whether autograd is to save nothing, and of each
-    node the operations and the values that go after it.
-    """
+def whole_of(segments: Segments, outputs: Sequence[int]) -> Whole:
+    """One function for all nodes, in the program's mode."""
     writer = _Writer()
-    name = writer.define_whole(segments, outputs)
-    exec(_compiled("\n".join(writer.lines)), writer.names)
-    whole: Whole = writer.names[name]
+    writer.define_whole(segments, outputs)
+    whole: Whole = writer.executed()["whole"]
     return whole
 
 
@@ -101,6 +99,11 @@ class _Writer:
         }
         self.own: set[int] = set()  # values that the function has made so far
 
+    def executed(self) -> dict[str, Any]:
+        """The functions that were written, by their names."""
+        exec(_compiled("\n".join(self.lines)), self.names)
+        return self.names
+
     def define(self, ops: Sequence[Op], wanted: Collection[int], recorded: bool) -> str:
         """Write one function; its name."""
         name = f"f{len(self.lines)}"
@@ -114,10 +117,8 @@ class _Writer:
         self.lines.append(" return")
         return name
 
-    def define_whole(
-        self, segments: Iterable[tuple[bool, Iterable[tuple[Sequence[Op], Collection[int]]]]], outputs: Sequence[int]
-    ) -> str:
-        """Write one function for all nodes; its name."""
+    def define_whole(self, segments: Segments, outputs: Sequence[int]) -> None:
+        """Write one function for all nodes, ``whole``."""
         self.lines.append("def whole(env):")
         for unsaved, nodes in segments:
             if unsaved:
@@ -130,7 +131,6 @@ class _Writer:
                     self.lines.append(f"{' ' if unsaved else ''} del {', '.join(f'v{v}' for v in gone)}")
                     self.own.difference_update(gone)
         self.lines.append(f" return [{', '.join(self.spelled(Ref(v)) for v in outputs)}]")
-        return "whole"
 
     def run(self, op: Op, indent: str) -> None:
         """Write the line for one operation."""

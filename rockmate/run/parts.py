@@ -47,16 +47,8 @@ def left_out(slots: list[weakref.ref[Slot]], i: int) -> bool:
 
 def staying_after(program: Program, i: int, slots: Iterable[weakref.ref[Slot]]) -> set[int]:
     """What the forward kept and a backward later than that of node i may need, by the living ``slots``."""
-    needed: set[int] = set()
     living = (slot for ref in slots if (slot := ref()) is not None)
-    left = [slot.data for slot in living if slot.node > i and slot.data >= 0]
-    while left:
-        datum = left.pop()
-        if datum not in needed:
-            needed.add(datum)
-            if datum not in program.kept:
-                left += program.read_by(program.owner[datum])
-    return needed & program.kept
+    return _kept_behind(program, [slot.data for slot in living if slot.node > i and slot.data >= 0])
 
 
 def peaks_of_parts(
@@ -74,7 +66,8 @@ def peaks_of_parts(
     every: set[int] = set().union(*reached)
 
     def peak_without(skipped: set[int]) -> int:
-        return _peak(problem, schedule, levels, _needed(program, problem, skipped))
+        read = [d for i in skipped if (backward := problem.nodes[i].backward) for d in backward.reads]
+        return _peak(problem, schedule, levels, _kept_behind(program, read))
 
     if len(ends) > _FEW:
         return {frozenset(): peak_without(every - every.intersection(*reached))}
@@ -104,16 +97,16 @@ def _peak(problem: Problem, schedule: Schedule, levels: Sequence[int], stays: se
     return peak
 
 
-def _needed(program: Program, problem: Problem, skipped: set[int]) -> set[int]:
-    """What the forward kept and backwards of ``skipped`` read, or what they read is computed again from."""
+def _kept_behind(program: Program, data: list[int]) -> set[int]:
+    """What the forward kept of ``data``, and of what the others of them are computed again from."""
     found: set[int] = set()
-    left = [d for i in skipped if (backward := problem.nodes[i].backward) for d in backward.reads]
+    left = data
     while left:
         d = left.pop()
         if d not in found:
             found.add(d)
             if d not in program.kept:
-                left += problem.nodes[problem.data[d].owner].reads
+                left += program.read_by(program.owner[d])
     return found & program.kept
 
 

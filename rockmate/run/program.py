@@ -23,8 +23,6 @@ class FirstRun:
     the forward phase reads after the node. ``keeps``: results whose data stay when the forward phase ends. ``aliases``:
     results in memory of a source. ``known``: values whose memory autograd may save. ``private``: the place of what
     autograd saves in any other memory. ``native``: autograd keeps all that it saves, since nothing of it is dropped.
-    ``no_backward``: the results are detached, so that nothing needs to be saved. (A node whose outputs merely get no
-    gradient is different: its backward may run after all.)
     """
 
     ops: tuple[Op, ...]
@@ -35,7 +33,6 @@ class FirstRun:
     known: tuple[ValueOfDatum, ...]
     private: Place
     native: bool
-    no_backward: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +43,7 @@ class SecondRun:
     run twice. ``inputs``: what it reads, without ``statistics``: sources that it changes, of which it gets a copy.
     ``data``, ``values``: what it makes anew. They include data that the schedule does not track, since a backward
     outside of the schedule may need any node; they exclude outputs, which stay those of the first run. ``recorded``:
-    whether autograd must record the operations for them to compute the same. ``saves``: whether autograd would save
-    tensors that only the node's own backward reads.
+    whether autograd must record the operations for them to compute the same.
     """
 
     ops: tuple[Op, ...]
@@ -57,19 +53,17 @@ class SecondRun:
     data: tuple[int, ...]
     values: tuple[ValueOfDatum, ...]
     recorded: bool
-    saves: bool
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCode:
     """One S node for the executor.
 
-    ``reads``: values. ``data``: what the node makes of the data that the executor tracks (see ``Program``), ``made``:
+    ``data``: what the node makes of the data that the executor tracks (see ``Program``), ``made``:
     the values among it. ``private``: the datum of what only its own backward reads, or None. ``random``: the generators
     whose states a second run needs; empty where the schedule has none.
     """
 
-    reads: tuple[int, ...]
     data: tuple[int, ...]
     made: tuple[ValueOfDatum, ...]
     private: int | None
@@ -190,4 +184,4 @@ class Program:
 
     def read_by(self, i: int) -> list[int]:
         """The data that node i reads."""
-        return [self.data_of[v] for v in self.nodes[i].reads if v in self.data_of]
+        return [self.data_of[v] for v in self.s.nodes[i].reads if v in self.data_of]

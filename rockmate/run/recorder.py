@@ -14,7 +14,7 @@ from rkgb.program import in_mode
 from rkgb.randomness import random_state
 from rkgb.trace.preserved import drop_saved
 from rockmate.run.program import NodeCode
-from rockmate.run.slots import Call, Finder, Slot, unpack, version_of
+from rockmate.run.slots import Finder, Slot, version_of
 from rockmate.run.store import Store
 
 _NOTHING = contextlib.nullcontext()
@@ -23,13 +23,18 @@ _NOTHING = contextlib.nullcontext()
 class Recorder:
     """Runs the forward phase and fills ``store``. Autograd's graph holds ``pack``, so nothing stays in the recorder.
 
-    ``call``: what slots belong to. ``stop_before``: called with a node and its results where the schedule has steps
-    before the node's backward. ``env``: values by number, while something in the forward phase reads them. ``packed``:
-    what autograd saves of the node whose operations run, ``running``.
+    ``unpack``: makes of a slot what autograd saved. ``stop_before``: called with a node and its results where the
+    schedule has steps before the node's backward. ``env``: values by number, while something in the forward phase reads
+    them. ``packed``: what autograd saves of the node whose operations run, ``running``.
     """
 
-    def __init__(self, store: Store, call: Call, stop_before: Callable[[int, list[torch.Tensor]], None]) -> None:
-        self.program, self.store, self.call, self.stop_before = store.program, store, call, stop_before
+    def __init__(
+        self,
+        store: Store,
+        unpack: Callable[[Slot], torch.Tensor],
+        stop_before: Callable[[int, list[torch.Tensor]], None],
+    ) -> None:
+        self.program, self.store, self.unpack, self.stop_before = store.program, store, unpack, stop_before
         self.env = dict(store.sources)
         self.packed: list[tuple[Slot, torch.Tensor]] = []
         self.running = -1
@@ -37,7 +42,7 @@ class Recorder:
     def outputs(self) -> list[torch.Tensor]:
         """Run everything; the program's outputs, in autograd's graph."""
         p = self.program
-        hooks, nothing = saved_tensors_hooks(self.pack, unpack), drop_saved()
+        hooks, nothing = saved_tensors_hooks(self.pack, self.unpack), drop_saved()
         try:
             with in_mode(p.mode):
                 for native, no_backward, start, stop in p.segments:
@@ -82,7 +87,7 @@ class Recorder:
 
     def pack(self, t: torch.Tensor) -> Slot:
         """Autograd wants to save ``t``. Which tensor that is, ``settle`` finds when the node is done."""
-        slot = Slot(self.call, self.running, t._version)
+        slot = Slot(self.running, t._version)
         self.packed.append((slot, t))
         return slot
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,6 +27,12 @@ class Place:
     form: Any = None
     exact: bool = False
 
+    def tensor_in(self, held: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The tensor, from the values of its datum."""
+        if self.exact and self.value in held:
+            return held[self.value]
+        return formed(next(iter(held.values())), self.form)
+
     def holds(self, t: torch.Tensor, env: dict[int, torch.Tensor]) -> bool:
         """Whether ``t`` is what the place says. Of private tensors that is to be found out anew."""
         if self.exact or self.value < 0:
@@ -47,7 +53,6 @@ class Finder:
             self.at.setdefault(storage_key(env[v]), v)
 
     def place_of(self, t: torch.Tensor) -> Place:
-        """Where ``t`` lies."""
         v = self.at.get(storage_key(t))
         if v is None:
             return self.private
@@ -55,28 +60,8 @@ class Finder:
         return Place(v, self.data[v], form_of(t) if self.data[v] >= 0 else None, self.env[v] is t)
 
 
-_NOWHERE = Place()
-
-
-class Held(Protocol):
-    """What a slot asks of a call's tensors: see ``rockmate.run.store.Store``."""
-
-    live: list[dict[int, torch.Tensor] | None]
-    made_at: dict[int, int]
-
-    def changed(self, v: int, tensor: torch.Tensor) -> RuntimeError:
-        """Eager mode's error for value ``v``, which was changed in place."""
-
-
-class Call(Protocol):
-    """What a slot asks of the call that it belongs to."""
-
-    @property
-    def store(self) -> Held:
-        """The call's tensors."""
-
-    def made_for(self, slot: Slot) -> Any:
-        """The slot's datum, computed again."""
+NOWHERE = Place()
+"""Where autograd keeps the tensor itself, and of private tensors that nobody else reads."""
 
 
 class Slot:
@@ -87,13 +72,13 @@ class Slot:
     once only backwards read it (see ``rockmate.run.program.HandOver``).
     """
 
-    __slots__ = ("__weakref__", "call", "data", "datum", "held", "index", "node", "place", "version")
+    __slots__ = ("__weakref__", "data", "datum", "held", "index", "node", "place", "version")
 
-    def __init__(self, call: Call, node: int, version: int) -> None:
-        self.call, self.node, self.version = call, node, version
+    def __init__(self, node: int, version: int) -> None:
+        self.node, self.version = node, version
         self.data = -1
         self.index = -1
-        self.place = _NOWHERE
+        self.place = NOWHERE
         self.held: torch.Tensor | None = None
         self.datum: dict[int, torch.Tensor] | None = None
 
@@ -118,13 +103,6 @@ def formed(base: torch.Tensor, form: Form) -> torch.Tensor:
     return torch._conj(t) if conj else t
 
 
-def _at(place: Place, held: dict[int, torch.Tensor]) -> torch.Tensor:
-    """The tensor of a place, from the values of its data."""
-    if place.exact and place.value in held:
-        return held[place.value]
-    return formed(next(iter(held.values())), place.form)
-
-
 def changed(what: str, t: torch.Tensor, then: int) -> RuntimeError:
     """Eager mode's error for a tensor that was changed in place since version ``then``."""
     return RuntimeError(
@@ -132,25 +110,3 @@ def changed(what: str, t: torch.Tensor, then: int) -> RuntimeError:
         f"{what} is at version {t._version}; expected version {then} instead. It was changed between the forward and "
         "the backward that reads it."
     )
-
-
-def unpack(slot: Slot) -> torch.Tensor:
-    """The tensor that autograd saved; computed again if the schedule has dropped it."""
-    if slot.data < 0:
-        assert slot.held is not None
-        if slot.held._version != slot.version:
-            raise changed(f"a tensor of shape {list(slot.held.shape)}", slot.held, slot.version)
-        return slot.held
-    store = slot.call.store
-    held = slot.datum or store.live[slot.data]
-    if held is None:
-        held = slot.call.made_for(slot)
-    if slot.index < 0:
-        for v, value in held.items():
-            if value._version != store.made_at[v]:
-                raise store.changed(v, value)
-        return _at(slot.place, held)
-    t: torch.Tensor = held[slot.index]
-    if t._version != slot.version:
-        raise changed(f"a tensor of shape {list(t.shape)}", t, slot.version)
-    return t

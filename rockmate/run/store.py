@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
+from rkgb.cost.saved import each_saved
 from rkgb.randomness import drawing_again
 from rkgb.settings import settings
 from rkgb.storages import storage_key
@@ -17,7 +17,7 @@ from rkgb.trace.preserved import drop_saved
 from rockmate.calls.surroundings import ANOTHER, running_in, warn_unplanned
 from rockmate.errors import GoneError
 from rockmate.run.program import NodeCode, Program
-from rockmate.run.slots import Slot, changed, unpack, version_of
+from rockmate.run.slots import Slot, changed, version_of
 
 _FORGET = drop_saved()
 _NOTHING = contextlib.nullcontext()
@@ -28,10 +28,10 @@ class Store:
 
     ``sources``: the tensors that the program starts from. ``given``: these, and results in memory of one, detached
     where second runs read them: they may be given other memory before the backward. ``versions``: of these.
-    ``live``: of each datum its values, or its private tensors by their numbers; None where it is dropped. ``made_at``:
-    the version of each value when it was made; values of one datum may count apart. ``random``: generator states before
-    the first run of each node that may run again. ``slots``: all, in the order of the nodes; ``readers``: those of each
-    datum. ``settings``: of torch, when the forward ran.
+    ``live``: of each datum its values, or its private tensors by their numbers; None where it is dropped, though slots
+    may still hold it. ``made_at``: the version of each value when it was made; values of one datum may count apart.
+    ``random``: generator states before the first run of each node that may run again. ``slots``: all, in the order of
+    the nodes; ``readers``: those of each datum. ``settings``: of torch, when the forward ran.
     """
 
     def __init__(self, program: Program, sources: dict[int, torch.Tensor]) -> None:
@@ -57,10 +57,6 @@ class Store:
 
     # -------------------------------------------------------------------------- keep and drop
 
-    def drop(self, datum: int) -> None:
-        """Forget ``datum``; slots that hold it keep it."""
-        self.live[datum] = None
-
     def drop_from_slots(self, datum: int) -> None:
         """Forget ``datum`` where the forward did not keep it: it was made for a part of the graph that is left out."""
         if datum not in self.program.kept:
@@ -85,9 +81,7 @@ class Store:
         return all(ref() is None for ref in self.slots)
 
     def clear(self) -> None:
-        """Forget everything."""
-        for datum in range(len(self.live)):
-            self.live[datum] = None
+        self.live[:] = [None] * len(self.live)
         self.given.clear()
         self.sources.clear()
         self.random.clear()
@@ -154,13 +148,13 @@ class Store:
         """Run the node's operations in ``env``; the tensors that only their backward reads, if any are needed."""
         run = self.program.reruns[i]
         if code.private is None:
-            with _FORGET if code.again.saves and code.again.recorded else _NOTHING:
+            with _FORGET if code.again.recorded and self.program.s.nodes[i].saved.private else _NOTHING:
                 run(env)
             return None
         known = {storage_key(t) for t in env.values()}
         packed: list[torch.Tensor] = []
         try:
-            with saved_tensors_hooks(packed.append, unpack):
+            with each_saved(packed.append):
                 run(env)
             known.update(storage_key(env[v]) for v, _ in code.made)
             return dict(enumerate([t.detach() for t in packed if storage_key(t) not in known]))
@@ -195,10 +189,6 @@ class Store:
         if not self.warned:
             self.warned = True
             warn_unplanned(why)
-
-    def changed(self, v: int, tensor: torch.Tensor) -> RuntimeError:
-        """Eager mode's error for value ``v``, which was changed in place."""
-        return changed(self.program.s.d.names[v], tensor, self.made_at[v])
 
     def _gone(self, i: int) -> GoneError:
         return GoneError(

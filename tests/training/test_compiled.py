@@ -25,8 +25,9 @@ import rockmate
 from rockmate import InputError, Rockmate, UnsupportedError, measure_peak
 from rockmate.demo.gpt import GPT
 from rockmate.errors import PieceError
-from rockmate.pieces import inductor, judged
+from rockmate.pieces import inductor
 from rockmate.pieces.kernels import no_warnings
+from rockmate.pieces.piece import Runner
 from rockmate.planning.finder import SCALARS
 
 vision.import_can_go_on()  # before transformers looks for torchvision
@@ -385,7 +386,7 @@ def test_a_layer_that_torch_compile_has_wrapped() -> None:
 
 
 def test_where_compiling_does_not_pay_eager_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judged, "pays", lambda _: False)
+    monkeypatch.setattr(Runner, "pays", lambda _: False)
     eager, model = blocks(0.0), blocks(0.0)
     rk = Rockmate(model, rows(), "85%", compile=True, cache=False)
     assert "of them compiled: 0" in str(rk.plan)
@@ -421,9 +422,9 @@ def test_the_vector_unit_is_the_one_that_inductor_takes() -> None:
 @pytest.mark.parametrize("pays", [True, False])
 def test_the_choice_is_kept_for_the_next_process(pays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So are the costs of pieces; else the last bits would follow from a clock in each start of a script."""
-    monkeypatch.setattr(judged, "pays", lambda _: pays)
+    monkeypatch.setattr(Runner, "pays", lambda _: pays)
     first = Rockmate(blocks(0.0), rows(), "85%", compile=True, cache=tmp_path)
-    monkeypatch.setattr(judged, "pays", lambda _: pytest.fail("it was timed again"))
+    monkeypatch.setattr(Runner, "pays", lambda _: pytest.fail("it was timed again"))
     second = Rockmate(blocks(0.0), rows(), "85%", compile=True, cache=tmp_path)
     assert "measure" in first.plan.setup_seconds
     assert "measure" not in second.plan.setup_seconds
@@ -518,12 +519,12 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="compile='yes': give True or False"):
         Rockmate(blocks(), rows(), "1 MiB", compile="yes")  # type: ignore[arg-type]
 
-    def wrong(self: judged.Runner, compiled: bool, moved: bool = False) -> list[torch.Tensor]:
+    def wrong(self: Runner, compiled: bool, moved: bool = False) -> list[torch.Tensor]:
         return [t + 0.1 * compiled for t in run(self, compiled, moved)]
 
-    run = judged.Runner.run
+    run = Runner.run
     with monkeypatch.context() as patched:
-        patched.setattr(judged.Runner, "run", wrong)
+        patched.setattr(Runner, "run", wrong)
         with pytest.raises(PieceError, match=r"the compiled piece layer_norm.* differs from eager kernels in result 0"):
             planned(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Tanh()), rows())
 
