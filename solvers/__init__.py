@@ -9,7 +9,8 @@ against memory for all budgets. ``block_options`` solves one block, ``ChainPlann
 import solvers.chain.solvers
 import solvers.whole.solvers  # noqa: F401  registers the solvers of a ``GraphProblem``
 from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
-from solvers.block.ilp import Grid, Option, block_options
+from solvers.block.block import Option
+from solvers.block.ilp import Grid, block_options
 from solvers.chain.bound import lower_bound
 from solvers.chain.chain import ChainPlan, ChainPlanner, solve_chain
 from solvers.chain.costs import Options, SolvedViews

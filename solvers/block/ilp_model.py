@@ -31,10 +31,10 @@ Source: a staged formulation of this project, after Checkmate (Jain et al., 2020
 
 from __future__ import annotations
 
-from solvers.block.block import BlockView, Reruns, Solved, figures
+from solvers.block.block import BlockView, Solved, option
 from solvers.block.contract import leaders
 from solvers.block.useful import useful_nodes
-from solvers.milp.memory_program import Choice, MemoryProgram
+from solvers.milp.memory_program import MemoryProgram
 from solvers.milp.options import SolverOptions
 
 Terms = list[tuple[int, int]]
@@ -172,20 +172,14 @@ class StagedModel:
         self.lp.memory_row(f"bwd_{s}", terms)
         self.left_out[f"bwd_{s}"] = constant + stage.peak
 
-    def solve(self, save: int, peak: int | None, options: SolverOptions) -> Solved | None:
+    def solve(self, save: int, peak: int, options: SolverOptions) -> Solved | None:
         """The cheapest reruns with at most ``save`` and ``peak`` bytes; None if it is proven that there are none.
 
-        ``peak=None``: no limit. Raises ``TimeoutError`` if the solver stops at its time limit without a solution.
+        Raises ``TimeoutError`` if the solver stops at its time limit without a solution.
         """
-        if peak is None:
-            peak = sum(self.view.sizes) + sum(n.peak for n in self.view.nodes) + max(self.left_out.values(), default=0)
         limits = {"save": save, **{name: peak - left_out for name, left_out in self.left_out.items()}}
         found = self.lp.solve(limits, options)
-        return self._solved(found) if found else None
-
-    def _solved(self, found: Choice) -> Solved:
-        runs: Reruns = tuple(
-            tuple(i for i in nodes if self.R[s, i] in found.ones) for s, (nodes, _) in enumerate(self.useful)
-        )
-        result = figures(self.view, runs)
-        return Solved(result, min(found.bound, result.time), found.optimal, found.searched)
+        if found is None:
+            return None
+        runs = tuple(tuple(i for i in nodes if self.R[s, i] in found.ones) for s, (nodes, _) in enumerate(self.useful))
+        return Solved(option(self.view, runs, found.optimal, found.bound), found.searched)

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from solvers.block.block import BlockView, block_view, counted, forward_figures, last_readers
-from solvers.block.ilp import Grid, Option, TimeLimit, member_options, view_options
+from solvers.block.block import BlockView, Option, block_view, counted, forward_figures, last_readers
+from solvers.block.ilp import Grid, TimeLimit, member_options, view_options
 from solvers.problem import Problem
 
 

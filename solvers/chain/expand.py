@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from solvers.block.block import counted
-from solvers.block.ilp import Option
+from solvers.block.block import Option, counted
 from solvers.chain.table import ChainTable
 from solvers.problem import Problem
 from solvers.schedule import Bwd, Loss, Run, Step
