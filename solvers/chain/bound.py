@@ -34,7 +34,7 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
     """
     # Loaded here: `import solvers` is to be quick, and saved plans need no solver of whole graphs.
     from solvers.milp.milp import Effort, run
-    from solvers.whole.relaxation import relax
+    from solvers.whole.relaxation import Relaxation
     from solvers.whole.stages import peaks, staged_step, timeline
 
     staged = staged_step(problem)
@@ -46,7 +46,7 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
     for positions in ([loss], *([cell] for cell in worst), *([[loss, *worst]] if worst else ())):
         left = end - time.perf_counter()
         if left > 0:
-            model = relax(staged, budget, positions)
+            model = Relaxation(staged, budget, positions)
             outcome = run(model.program, Effort(name, gap=GAP, seconds=left))
             # If nothing fits, any bound holds. The solver's tolerances: 1e-5 units, 1e-9 of the time of all operations.
             if outcome.bound < 1e20:

@@ -98,6 +98,11 @@ class Staged:
         """The number of steps, which is that of operations and of stages."""
         return len(self.operations)
 
+    @property
+    def eager_time(self) -> int:
+        """The time of running every operation once."""
+        return sum(operation.time for operation in self.operations)
+
     def cells(self, runs: Sequence[Sequence[int]]) -> list[Cell]:
         """All cells that execute with ``runs``, in order."""
         return [(t, i) for t in range(self.steps) for i in (*runs[t], t)]
@@ -220,6 +225,10 @@ class Timeline:
     def peak(self) -> int:
         """Bytes."""
         return int(self.memory.max()) if len(self.cells) else 0
+
+    def is_live(self, d: int, at: Cell) -> bool:
+        """Whether a copy of d, made before cell ``at``, is read at it or later."""
+        return any(self.cells[copy[0]] < at <= self.cells[copy[-1]] for copy in self.copies[d])
 
 
 def timeline(staged: Staged, runs: Sequence[Sequence[int]]) -> Timeline:
