@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from solvers.errors import InfeasibleError
-from solvers.milp.milp import INFINITY, Effort, IntegerProgram, run
+from solvers.milp.milp import INFINITY, IntegerProgram, run
+from solvers.milp.options import SolverOptions
 
 UNITS = 10**6
 """Of these a budget has at most; sizes are rounded up to whole ones."""
@@ -111,7 +112,7 @@ def _solved(
     else:
         for terms, made in rows:
             program.row(terms, -INFINITY, budget - made + 0.5)
-    outcome = run(program, Effort(seconds=SECONDS))
+    outcome = run(program, SolverOptions(time_limit=SECONDS))
     if outcome.values is None:
         return None
     found = []

@@ -68,3 +68,8 @@ def drop_useless_runs(problem: Problem, order: Iterable[Step]) -> tuple[Step, ..
 def forward_phase(problem: Problem) -> tuple[Step, ...]:
     """Every node once, in order, then the loss. Each schedule begins with these steps."""
     return (*(Run(i) for i in range(len(problem.nodes))), Loss())
+
+
+def plain_steps(problem: Problem) -> tuple[Step, ...]:
+    """The forward phase, then every backward: what runs without recomputation."""
+    return (*forward_phase(problem), *(Bwd(i) for i in problem.backward_order()))

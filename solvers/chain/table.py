@@ -22,6 +22,7 @@ Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (rotor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ Times = npt.NDArray[np.float32]
 """Nanoseconds, infinite if nothing fits. Seven digits are exact; the walker computes times of schedules exactly."""
 
 Slots = npt.NDArray[np.int64]
+
+Bytes = TypeVar("Bytes", int, Slots)
 
 ROWS = 128
 """Ends of segments that are handled together, so that their columns stay in the processor's cache."""
@@ -64,8 +67,8 @@ class ChainTable:
             self._fill_inner(i)
             self._fill_top(i)
 
-    def slots(self, size: int) -> int:
-        """Slots that hold ``size`` bytes."""
+    def slots(self, size: Bytes) -> Bytes:
+        """Slots that hold ``size`` bytes; of many sizes at once, if these are an array."""
         return -(-size // self.unit)
 
     def _fill_inner(self, i: int) -> None:
@@ -80,7 +83,7 @@ class ChainTable:
                 self._offer(out[1:], self._least_kept(i, o, slice(i + 1, count)), used, self.inner[i + 1], time)
         best = self._best(i)
         again = self._again(i)
-        self._first[i][0] = _first(out[:1])[0]
+        self._first[i][0] = _first(out[0])
         done_at = np.empty(count - i, np.int64)
         for k in range(i + 1, count):
             if (k - i - 1) % SPLITS == 0:
@@ -91,7 +94,7 @@ class ChainTable:
                     rows[:, -1] <= limit, (rows <= limit[:, None]).argmax(axis=1), self.size + 1
                 )
             self._pass(i, k, done_at)
-            self._first[i][k - i] = _first(out[k - i : k - i + 1])[0]
+            self._first[i][k - i] = _first(out[k - i])
 
     def _pass(self, i: int, k: int, done_at: Slots) -> None:
         """(b) for k and all ends from k on, ``ROWS`` ends at a time."""
@@ -100,7 +103,7 @@ class ChainTable:
             return
         used, peak, time = self._passed(i, k)
         before = self.inner[i][k - i - 1] + np.float32(time)
-        least = np.maximum(self._slots(peak + self._rerun[k:]), start)
+        least = np.maximum(self.slots(peak + self._rerun[k:]), start)
         for at in range(0, len(least), ROWS):
             rows = slice(at, at + ROWS)
             out, stop = self.inner[i][k - i :][rows], int(done_at[k - i :][rows].max())
@@ -143,9 +146,6 @@ class ChainTable:
             done = self.inner[i][k - i - 1]
             self._offer(self.top[i : i + 1], np.array([least]), used, self.top[k : k + 1], done)
 
-    def _slots(self, sizes: Slots) -> Slots:
-        return -(-sizes // self.unit)
-
     def _used(self, i: int, o: int) -> int:
         """Slots that option o takes from what follows."""
         return self.slots(self.costs.options[i][o].save + self.costs.interface_bytes[i][i + 1])
@@ -163,7 +163,7 @@ class ChainTable:
         """Least slots of (a) per end of the segment."""
         option = self.costs.options[i][o]
         backward = self.costs.backward_base[i] + option.backward_peak
-        return self._slots(np.maximum(backward, self._rerun[ends] + option.forward_peak))
+        return self.slots(np.maximum(backward, self._rerun[ends] + option.forward_peak))
 
     def _passed(self, i: int, k: int) -> tuple[int, int, float]:
         """Of (b): slots used, bytes of the peak above the rerun base, and the time of passing i..k-1."""
@@ -189,7 +189,8 @@ class ChainTable:
         """The choice that gives ``inner[i,j](m)``, or ``top[i](m)`` where j is the number of blocks: (option, i+1) or
         (None, k), and the slots left for what follows.
         """
-        return _cheapest(self._top_offers(i, m) if j == self.costs.blocks else self._inner_offers(i, j, m))
+        offers = self._top_offers(i, m) if j == self.costs.blocks else self._inner_offers(i, j, m)
+        return min(offers, key=lambda offer: offer[0])[1:]
 
     def _top_offers(self, i: int, m: int) -> Iterable[tuple[float, int | None, int, int]]:
         for o, option in enumerate(self.costs.options[i]):
@@ -229,13 +230,7 @@ def _passes(costs: ChainCosts, i: int) -> tuple[Slots, Slots, Slots]:
     return np.maximum.accumulate(peaks), np.maximum.accumulate(first), times
 
 
-def _cheapest(offers: Iterable[tuple[float, int | None, int, int]]) -> tuple[int | None, int, int]:
-    """The first of the offers that take least time, without its time."""
-    return min(offers, key=lambda offer: offer[0])[1:]
-
-
-def _first(rows: Times) -> Slots:
-    """Per row, its first finite column; times are finite from there on."""
-    finite = np.isfinite(rows)
-    first: Slots = np.where(finite[:, -1], finite.argmax(axis=1), rows.shape[1])
-    return first
+def _first(row: Times) -> int:
+    """The first finite column; times are finite from there on."""
+    finite = np.isfinite(row)
+    return int(finite.argmax()) if finite[-1] else len(row)

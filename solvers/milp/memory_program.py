@@ -9,10 +9,10 @@ limits), and the program is solved again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, gcd
 
-from solvers.milp.milp import INFINITY, Effort, IntegerProgram, Outcome, limit_in_units, run
+from solvers.milp.milp import INFINITY, IntegerProgram, Outcome, limit_in_units, run
 from solvers.milp.options import SolverOptions
 
 MAX_UNITS = 10**6
@@ -90,12 +90,11 @@ class MemoryProgram:
         program, size = self.program, (len(self.program.lower), len(self.program.columns))
         for name, limit in limits.items():
             program.upper[self.rows[name]] = limit_in_units(limit, self.unit, self._whole[name])
-        effort = Effort(options.name, options.threads, options.gap, options.time_limit, HIGHS_SETTINGS)
         try:
             for _ in range(MAX_CUTS):
-                outcome = run(program, replace(effort, settings=(*HIGHS_SETTINGS, ("mip_max_nodes", MAX_NODES))))
+                outcome = run(program, options, None, (*HIGHS_SETTINGS, ("mip_max_nodes", MAX_NODES)))
                 if outcome.values is None and outcome.searched and not outcome.optimal:
-                    outcome = run(program, effort)
+                    outcome = run(program, options, None, HIGHS_SETTINGS)
                 if outcome.values is None and outcome.optimal:
                     return None
                 if outcome.values is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from solvers.chain.revolve import Splits, binomial_splits
+from solvers.chain.revolve import binomial
 from solvers.chain.table import ChainTable
 from solvers.errors import InfeasibleError
 from solvers.rotor.chain import Chain
@@ -92,20 +92,13 @@ def sequential_sequences(chain: Chain) -> Iterable[Sequence]:
 
 def _revolve_sequences(chain: Chain) -> Iterable[Sequence]:
     """One sequence for each useful number of checkpoints. With most of them, each stage runs twice at most."""
-    most = max(0, chain.length - 1)
-    splits = binomial_splits(chain.length, most)
-    return (revolve_sequence(chain, c, splits) for c in range(most + 1))
+    return (revolve_sequence(chain, c) for c in range(chain.length))
 
 
-def revolve_sequence(chain: Chain, checkpoints: int, splits: Splits | None = None) -> Sequence:
+def revolve_sequence(chain: Chain, checkpoints: int) -> Sequence:
     """Fewest forward runs when at most ``checkpoints`` values beside the input are stored at a time."""
-    splits, length = splits or binomial_splits(chain.length, checkpoints), chain.length
-
-    def choose(i: int, j: int, c: int) -> tuple[int | None, int, int]:
-        size = min(j, length - 1) - i + 1
-        return (0, i + 1, c) if size == 1 else (None, i + splits[c][size], max(0, c - 1))
-
-    return Sequence(build(length, choose, checkpoints), f"griewank({checkpoints} checkpoints)")
+    made = build(chain.length, binomial(chain.length), checkpoints)
+    return Sequence(made, f"griewank({checkpoints} checkpoints)")
 
 
 def _fastest(chain: Chain, limit: int, sequences: Iterable[Sequence]) -> Sequence:

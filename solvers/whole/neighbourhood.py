@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from solvers.milp.milp import Effort, run
+from solvers.milp.milp import run
+from solvers.milp.options import SolverOptions
 from solvers.solve import Request
 from solvers.whole.columns import Fixed
 from solvers.whole.relaxation import Cover, Relaxation
@@ -85,7 +86,8 @@ class Neighbourhoods:
             if left <= 0:
                 return None
             model = Relaxation(staged, request.budget, positions, covers, Fixed(now, free))
-            outcome = run(model.program, Effort(request.milp, request.threads, 1e-3, left), start_values(model, now))
+            options = SolverOptions(request.milp, 1e-3, left, request.threads)
+            outcome = run(model.program, options, start_values(model, now))
             if outcome.values is None:
                 return None
             spelled = spell(model, outcome.values)

@@ -45,7 +45,9 @@ class Segments:
             wanted.update(self.reads[t])
         reruns: list[int] = []
         for i in range(min(self.limits[k + 1][0], self.staged.steps) - 1, -1, -1):
-            if not wanted.isdisjoint(self.makes[i]) and self._may_rerun(k, i):
+            # It may run again where it first ran before, and the segment has a cell for it.
+            may = self.born[i] <= k and self.stage_of(k, i, self.staged.steps) is not None
+            if may and not wanted.isdisjoint(self.makes[i]):
                 reruns.append(i)
                 wanted.update(self.reads[i])
         self.again[k] = tuple(reruns)
@@ -53,16 +55,11 @@ class Segments:
             wanted.update(self.reads[self.limits[k][1]])
             self.alive[k] = frozenset(d for d in wanted if self.born[self.staged.owners[d]] <= k)
 
-    def _may_rerun(self, k: int, i: int) -> bool:
-        """Whether i may run again in segment k: it first ran before, and the segment has a cell for it."""
-        may = self.born[i] <= k and self.staged.operations[i].rerun
-        return may and self.stage_of(k, i, self.staged.steps) is not None
-
     def stage_of(self, k: int, i: int, latest: int) -> int | None:
         """The last stage up to ``latest`` in which segment k has a cell for a rerun of i; None if there is none."""
         low, high, stages = self.limits[k], self.limits[k + 1], self.staged.operations[i].stages
-        first, last = (0, self.staged.steps - 1) if stages is None else (stages.start, stages.stop - 1)
-        for t in (min(latest, high[0], last), min(latest, high[0] - 1, last)):
-            if t > i and t >= max(first, self.staged.first) and low < (t, i) < high:
+        for end in (high[0], high[0] - 1):
+            t = min(latest, end, stages.stop - 1)
+            if t > i and t in stages and low < (t, i) < high:
                 return t
         return None

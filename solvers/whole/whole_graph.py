@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil
 
-from solvers.milp.milp import INFINITY, Effort, Interrupted, Outcome, run
+from solvers.milp.milp import INFINITY, Interrupted, Outcome, run
+from solvers.milp.options import SolverOptions
 from solvers.solve import Request
 from solvers.text import format_bytes
 from solvers.whole.neighbourhood import Neighbourhoods
@@ -125,7 +126,7 @@ class _Search:
         seconds = min(self.cap, max(0.1, request.remaining()))
         start = start_values(model, timeline(self.staged, self.runs)) if self.runs is not None else None
         try:
-            return run(model.program, Effort(request.milp, request.threads, request.gap, seconds), start)
+            return run(model.program, SolverOptions(request.milp, request.gap, seconds, request.threads), start)
         except Interrupted as interrupt:
             self.interrupted = True
             return interrupt.outcome
