@@ -22,8 +22,7 @@ from solvers.liveness import drop_useless_runs, with_deletes
 from solvers.milp.options import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
-from solvers.solution import Solution
-from solvers.solve import Answer, Kind, Progress, Request, frontier, register, solve, solver_names
+from solvers.solve import Answer, Kind, Progress, Request, Solution, frontier, register, solve, solver_names
 from solvers.text import format_bytes, format_schedule, parse_schedule
 from solvers.walker import Walk, step_name, walk
 from solvers.whole.graph import GraphNode, GraphProblem

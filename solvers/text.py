@@ -21,7 +21,8 @@ from collections.abc import Iterable, Sequence
 from solvers.errors import ScheduleError
 from solvers.problem import Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
-from solvers.walker import Walk, walk
+from solvers.units import show_bytes
+from solvers.walker import walk
 from solvers.whole.graph import GraphProblem
 from solvers.whole.walker import walk_graph
 
@@ -31,12 +32,7 @@ _WIDTH, _WIDEST = 48, 80  # columns before the comments
 
 def format_bytes(size: int) -> str:
     """``size`` bytes as text, such as ``1.5 MiB``: exact below one KiB, with one decimal above."""
-    if abs(size) < 1024:
-        return f"{size} B"
-    for unit, scale in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
-        if abs(size) < scale * 1024 or unit == "GiB":
-            return f"{size / scale:.1f} {unit}"
-    raise AssertionError("unreachable: GiB takes every size")
+    return f"{size} B" if abs(size) < 1024 else show_bytes(size)
 
 
 def unique_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -90,13 +86,6 @@ def _line(problem: Problem | GraphProblem, names: _Names, step: Step) -> str:
             return f"?{step!r}"
 
 
-def _walk_or_error(problem: Problem | GraphProblem, schedule: Schedule) -> Walk | str:
-    try:
-        return walk_graph(problem, schedule) if isinstance(problem, GraphProblem) else walk(problem, schedule)
-    except ScheduleError as error:
-        return str(error)
-
-
 def format_schedule(problem: Problem | GraphProblem, schedule: Schedule, places: Sequence[str] = ()) -> str:
     """``schedule`` as a program, with the memory of each step; a forbidden one prints, with the reason.
 
@@ -105,9 +94,10 @@ def format_schedule(problem: Problem | GraphProblem, schedule: Schedule, places:
     """
     names = _Names(problem)
     lines = [_line(problem, names, step) for step in schedule]
-    walked = _walk_or_error(problem, schedule)
-    if isinstance(walked, str):
-        head, memory = f"not valid: {walked}", [""] * len(lines)
+    try:
+        walked = walk_graph(problem, schedule) if isinstance(problem, GraphProblem) else walk(problem, schedule)
+    except ScheduleError as error:
+        head, memory = f"not valid: {error}", [""] * len(lines)
     else:
         at = lines[walked.peak_step] if lines else "nothing"
         head = f"peak {format_bytes(walked.peak)} at {at}, time {100 * walked.overhead:+.1f} %"

@@ -28,9 +28,8 @@ from solvers import (
 )
 from solvers.block.block import Reruns, block_view, option
 from solvers.block.closure import ClosureModel
-from solvers.block.contract import leaders
 from solvers.block.ilp import least_peak
-from solvers.block.ilp_model import StagedModel
+from solvers.block.ilp_model import StagedModel, leaders
 from solvers.block.useful import useful_nodes
 
 EXACT = SolverOptions(gap=0.0)
