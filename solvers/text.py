@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from solvers.errors import ScheduleError
-from solvers.problem import Node, Problem
+from solvers.liveness import makes_of, reads_of
+from solvers.problem import Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
 from solvers.units import show_bytes
 from solvers.walker import walk
@@ -68,20 +69,17 @@ def _line(problem: Problem | GraphProblem, names: _Names, step: Step) -> str:
             return f"{'fwd' if isinstance(step, Run) else 'bwd'}.?{i}()"
         case Del(d) if not 0 <= d < len(names.data):
             return f"del ?{d}"
+    read = names.join(reads_of(problem, step))
+    match step:
         case Run(i):
-            node = problem.nodes[i]
-            made = node.makes if isinstance(node, Node) else (i,)
-            makes = f"{names.join(made)} = " if made else ""
-            return f"{makes}fwd.{names.nodes[i]}({names.join(node.reads)})"
+            made = names.join(makes_of(problem, step))
+            return f"{made} = fwd.{names.nodes[i]}({read})" if made else f"fwd.{names.nodes[i]}({read})"
         case Bwd(i):
-            node = problem.nodes[i]
-            backward = node.backward if isinstance(node, Node) else None
-            return f"bwd.{names.nodes[i]}({names.join(backward.reads if backward else ())})"
+            return f"bwd.{names.nodes[i]}({read})"
         case Del(d):
             return f"del {names.data[d]}"
         case Loss():
-            returned = sorted(problem.returned) if isinstance(problem, Problem) else ()
-            return f"loss({names.join(returned)})"
+            return f"loss({read})"
         case _:
             return f"?{step!r}"
 

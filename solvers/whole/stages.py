@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from solvers.liveness import plain_steps, with_deletes
 from solvers.problem import Node, Problem
 from solvers.schedule import Run, Schedule, Step
-from solvers.whole.graph import GraphProblem, graph_schedule
+from solvers.whole.graph import GraphProblem
 
 Cell = tuple[int, int]
 Reruns = tuple[tuple[int, ...], ...]
@@ -129,10 +130,8 @@ class Staged:
 def staged_graph(problem: GraphProblem) -> Staged:
     """A general graph: each node is an operation, and its output is its datum."""
     nodes, count = problem.nodes, len(problem.nodes)
-    operations = tuple(
-        Operation(n.time, n.time, n.reads, (i,), n.size + n.transient, range(count)) for i, n in enumerate(nodes)
-    )
-    return Staged(operations, tuple(n.size for n in nodes), tuple(range(count)), (0,) * count, (0,) * count)
+    own = (Operation(n.time, n.time, n.reads, (i,), n.size + n.transient, range(count)) for i, n in enumerate(nodes))
+    return Staged(tuple(own), tuple(n.size for n in nodes), tuple(range(count)), (0,) * count, (0,) * count)
 
 
 def staged_step(problem: Problem) -> Staged:
@@ -164,7 +163,7 @@ def staged_step(problem: Problem) -> Staged:
 
 def schedule_graph(problem: GraphProblem, runs: Reruns) -> Schedule:
     """``runs`` as a schedule."""
-    return graph_schedule(problem, (i for _, i in staged_graph(problem).cells(runs)))
+    return with_deletes(problem, (Run(i) for t, stage in enumerate(runs) for i in (*stage, t)))
 
 
 def schedule_step(problem: Problem, runs: Reruns) -> Schedule:
@@ -287,15 +286,8 @@ def _add_generator_states(staged: Staged, cells: Sequence[Cell], change: list[in
 
 def peaks(spread: Timeline, budget: int, most: int = MOST_NEW) -> list[Cell]:
     """For each stretch of cells above ``budget`` bytes, the cell with most memory; the ``most`` worst of these."""
-    above = spread.memory > budget
     worst: list[tuple[int, Cell]] = []
-    start = None
-    for p in range(len(spread.cells) + 1):
-        inside = p < len(spread.cells) and above[p]
-        if inside and start is None:
-            start = p
-        if not inside and start is not None:
-            top = start + int(spread.memory[start:p].argmax())
-            worst.append((int(spread.memory[top]), spread.cells[top]))
-            start = None
+    for above, stretch in groupby(zip(spread.memory.tolist(), spread.cells, strict=True), lambda x: x[0] > budget):
+        if above:
+            worst.append(max(stretch, key=lambda x: x[0]))
     return [cell for _, cell in sorted(worst, reverse=True)[:most]]
