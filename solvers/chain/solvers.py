@@ -77,36 +77,25 @@ _baseline("sqrt", lambda problem: [chen_sqrt(problem)])
 _baseline("revolve", revolve_schedules)
 
 
-def _too_small(problem: Problem, budget: int) -> str:
-    """Why no schedule fits, if one step alone needs more than the budget; else empty."""
-    least, step = least_budget(problem)
-    if least <= budget:
-        return ""
-    return f"{step} alone needs {format_bytes(least)} ({least} bytes), more than the budget of {budget} bytes"
-
-
 def _plan(problem: Problem, request: Request) -> tuple[ChainPlan | None, str]:
     """The chain's plan, and why there is none or why the search was stopped."""
-    planner = _planner(problem, request)
+    planner, cut = _planner(problem, request), f"the time limit of {request.time_limit:g} s cut the search short"
     try:
         plan: ChainPlan | None = planner.solve(request.budget)
     except InfeasibleError as error:
-        return None, f"{_cut(request)}: {error}" if planner.stopped else str(error)
+        return None, f"{cut}: {error}" if planner.stopped else str(error)
     except KeyboardInterrupt:
         return planner.best_known(request.budget), STOPPED
-    return plan, "" if request.remaining() > 0 else _cut(request)
-
-
-def _cut(request: Request) -> str:
-    return f"the time limit of {request.time_limit:g} s cut the search short"
+    return plan, "" if request.remaining() > 0 else cut
 
 
 @register(Problem, "rotor")
 def _rotor(problem: Problem, request: Request) -> Answer:
     """Options per block, then the dynamic program; neither if keeping everything fits."""
-    why = _too_small(problem, request.budget)
-    if why:
-        return Answer(None, infeasible=why)
+    least, step = least_budget(problem)
+    if least > request.budget:
+        needs = f"{step} alone needs {format_bytes(least)} ({least} bytes)"
+        return Answer(None, infeasible=f"{needs}, more than the budget of {request.budget} bytes")
     keep = keep_everything(problem)
     if walk(problem, keep).peak <= request.budget:
         return Answer(keep, solver="keep_all")

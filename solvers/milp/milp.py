@@ -65,6 +65,11 @@ class IntegerProgram:
         self.lower.append(lower)
         self.upper.append(upper)
 
+    def truncate(self, rows: int, terms: int) -> None:
+        """Remove the rows and terms behind the first so many."""
+        del self.starts[rows + 1 :], self.lower[rows:], self.upper[rows:]
+        del self.columns[terms:], self.values[terms:]
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
