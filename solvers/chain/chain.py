@@ -12,6 +12,7 @@ is not claimed to be optimal. ``lower_bound`` says how far from the best of all 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,7 +24,7 @@ from solvers.chain.bound import least_budget, lower_bound
 from solvers.chain.costs import Options, SolvedViews, chain_costs, kind_options
 from solvers.chain.expand import expand
 from solvers.chain.table import ChainTable
-from solvers.curve import Frontier, baselines_of
+from solvers.curve import Baseline, Frontier
 from solvers.errors import InfeasibleError
 from solvers.liveness import drop_useless_runs, with_deletes
 from solvers.pareto import evenly, front
@@ -103,6 +104,7 @@ class ChainPlanner:
         self.slots = slots or (SLOTS if len(problem.blocks) <= SHORT else SLOTS // 2)
         self._given = options
         self._solved: SolvedViews = {} if solved is None else solved
+        # That which keeps everything is the first.
         self._known = [ChainPlan(s, walk(problem, s), name) for name, s in all_baselines(problem).items()]
 
     @property
@@ -209,10 +211,10 @@ class ChainPlanner:
     def frontier(self) -> Frontier:
         """Time against memory for all budgets. No schedule of any class needs less than its ``lower``."""
         solutions = front(self.walked(), lambda s: (s.peak, s.time))
-        keep = walk(self.problem, keep_everything(self.problem))
         points = tuple((s.peak, s.overhead) for s in solutions)
-        least = least_budget(self.problem)[0]
-        return Frontier(solutions[0].peak, keep.peak, points, least, baselines_of(self.problem))
+        keep, least = self._known[0].peak, least_budget(self.problem)[0]
+        usual = tuple(Baseline(plan.source, plan.peak, plan.overhead) for plan in self._known)
+        return Frontier(solutions[0].peak, keep, points, least, usual)
 
 
 def with_single_nodes(problem: Problem) -> Problem:
@@ -269,15 +271,9 @@ class _Candidates:
 
     def cheapest(self, budget: int) -> ChainPlan | None:
         """The cheapest candidate that fits, among the neighbours of the one at which bisection over peaks ends."""
-        low, high = 0, len(self.points)
-        while low < high:
-            middle = (low + high) // 2
-            if self.at(middle).peak <= budget:
-                low = middle + 1
-            else:
-                high = middle
-        near = [self.at(k) for k in range(max(0, low - NEIGHBOURS), min(len(self.points), low + NEIGHBOURS))]
-        return _cheapest(near, budget)
+        count = len(self.points)
+        end = bisect_right(range(count), budget, key=lambda k: self.at(k).peak)
+        return _cheapest(map(self.at, range(max(0, end - NEIGHBOURS), min(count, end + NEIGHBOURS))), budget)
 
 
 def _cheapest(plans: Iterable[ChainPlan], budget: int) -> ChainPlan | None:

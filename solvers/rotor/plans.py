@@ -13,6 +13,7 @@ Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkp
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 
 from solvers.chain.revolve import binomial
@@ -42,16 +43,16 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
         return everything
     unit = max(1, limit // slots)
     table = ChainTable(costs_of(chain, unit), unit, int(_NOMINAL * slots))
-    steps, fitting = table.breakpoints(), list[Sequence]()
-    low, high = 0, len(steps)
-    while low < high:  # except for rounding, walked peaks grow with the nominal memory, so bisection finds it
-        middle = (low + high) // 2
-        sequence = Sequence(build(chain.length, table.choice, steps[middle]), name)
-        if walk_sequence(chain, sequence).peak <= limit:
+    fitting: list[Sequence] = []
+
+    def peak(m: int) -> int:
+        sequence = Sequence(build(chain.length, table.choice, m), name)
+        found = walk_sequence(chain, sequence).peak
+        if found <= limit:
             fitting.append(sequence)
-            low = middle + 1
-        else:
-            high = middle
+        return found
+
+    bisect_right(table.breakpoints(), limit, key=peak)  # walked peaks grow with the nominal memory, but for rounding
     if chain.length <= _LONG or not fitting:
         least = Sequence(of_least_memory(costs_of(chain)), name)
         fitting += [least, *sequential_sequences(chain), *_revolve_sequences(chain)]
