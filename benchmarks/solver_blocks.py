@@ -31,7 +31,8 @@ from rockmate.demo.gpt import GPT
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
 from solvers import ChainPlanner, Grid, InfeasibleError, Problem, improve, keep_everything, solve, walk, write_problem
-from solvers.block.ilp import Option, Point, grid_points
+from solvers.block.block import Option
+from solvers.block.ilp import Point, grid_points
 from solvers.chain.costs import ChainCosts, kind_views
 from solvers.chain.table import ChainTable
 
@@ -111,7 +112,7 @@ def summary(points: list[Point]) -> Json:
     """How many points, how many of them proven (infeasible ones are), and their seconds."""
     proven = sum(p.solved is None or p.solved.optimal for p in points)
     seconds = [p.seconds for p in points]
-    gaps = [(p.solved.figures.time - p.solved.bound) / max(1, p.solved.figures.time) for p in points if p.solved]
+    gaps = [(p.solved.time - p.solved.bound) / max(1, p.solved.time) for p in points if p.solved]
     return {
         "points": len(points),
         "infeasible": sum(p.solved is None for p in points),

@@ -9,7 +9,8 @@ against memory for all budgets. ``block_options`` solves one block, ``ChainPlann
 import solvers.chain.solvers
 import solvers.whole.solvers  # noqa: F401  registers the solvers of a ``GraphProblem``
 from solvers.baselines import all_baselines, checkpoint_blocks, chen_sqrt, keep_everything, recompute_all
-from solvers.block.ilp import Grid, Option, block_options
+from solvers.block.block import Option
+from solvers.block.ilp import Grid, block_options
 from solvers.chain.bound import lower_bound
 from solvers.chain.chain import ChainPlan, ChainPlanner, solve_chain
 from solvers.chain.costs import Options, SolvedViews
@@ -21,8 +22,7 @@ from solvers.liveness import drop_useless_runs, with_deletes
 from solvers.milp.options import SolverOptions
 from solvers.problem import Backward, Block, Data, Node, Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
-from solvers.solution import Solution
-from solvers.solve import Answer, Kind, Progress, Request, frontier, register, solve, solver_names
+from solvers.solve import Answer, Kind, Progress, Request, Solution, frontier, register, solve, solver_names
 from solvers.text import format_bytes, format_schedule, parse_schedule
 from solvers.walker import Walk, step_name, walk
 from solvers.whole.graph import GraphNode, GraphProblem

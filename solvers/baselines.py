@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import pairwise
 from math import ceil, isqrt
 
-from solvers.liveness import drop_useless_runs, forward_phase, with_deletes
+from solvers.liveness import drop_useless_runs, forward_phase, plain_steps, with_deletes
 from solvers.problem import Problem
 from solvers.schedule import Bwd, Run, Schedule, Step
 
@@ -32,7 +32,7 @@ def segments(problem: Problem, cuts: tuple[int, ...]) -> Schedule:
 
 def keep_everything(problem: Problem) -> Schedule:
     """The schedule without recomputation: every datum is deleted after its last read."""
-    return with_deletes(problem, (*forward_phase(problem), *(Bwd(i) for i in problem.backward_order())))
+    return with_deletes(problem, plain_steps(problem))
 
 
 def checkpoint_blocks(problem: Problem) -> Schedule:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from solvers.errors import InfeasibleError
-from solvers.milp.milp import INFINITY, Effort, IntegerProgram, run
+from solvers.milp.milp import INFINITY, IntegerProgram, run
+from solvers.milp.options import SolverOptions
 
 UNITS = 10**6
 """Of these a budget has at most; sizes are rounded up to whole ones."""
@@ -111,11 +112,8 @@ def _solved(
     else:
         for terms, made in rows:
             program.row(terms, -INFINITY, budget - made + 0.5)
-    outcome = run(program, Effort(seconds=SECONDS))
-    if outcome.values is None:
+    values = run(program, SolverOptions(time_limit=SECONDS)).values
+    if values is None:
         return None
-    found = []
-    for own, ways in zip(columns, choices, strict=True):
-        values = [outcome.values[column] for column in own]
-        found.append(ways[values.index(max(values))])
-    return found
+    ways = (zip(own, of_call, strict=True) for own, of_call in zip(columns, choices, strict=True))
+    return [max(of_call, key=lambda chosen: values[chosen[0]])[1] for of_call in ways]

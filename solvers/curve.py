@@ -8,12 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from solvers.baselines import all_baselines
 from solvers.figures import MIB, finished, new_figure
-from solvers.problem import Problem
 from solvers.tables import html_table, text_table
 from solvers.units import show_at_least, show_bytes
-from solvers.walker import walk
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,12 +31,6 @@ class Baseline(NamedTuple):
     name: str
     peak: int
     overhead: float
-
-
-def baselines_of(problem: Problem) -> tuple[Baseline, ...]:
-    """What ``all_baselines`` take, by the walker."""
-    walked = {name: walk(problem, schedule) for name, schedule in all_baselines(problem).items()}
-    return tuple(Baseline(name, found.peak, found.overhead) for name, found in walked.items())
 
 
 @dataclass(frozen=True, slots=True, repr=False)

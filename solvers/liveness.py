@@ -10,31 +10,41 @@ from collections.abc import Iterable
 
 from solvers.problem import Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
+from solvers.whole.graph import GraphProblem
 
 
-def _reads(problem: Problem, step: Step) -> tuple[int, ...]:
+def reads_of(problem: Problem | GraphProblem, step: Step) -> tuple[int, ...]:
     """Data that ``step`` reads."""
     if isinstance(step, Run):
         return problem.nodes[step.node].reads
+    if isinstance(problem, GraphProblem):
+        return ()
     if isinstance(step, Bwd):
         backward = problem.nodes[step.node].backward
         return backward.reads if backward else ()
     return tuple(sorted(problem.returned)) if isinstance(step, Loss) else ()
 
 
-def with_deletes(problem: Problem, order: Iterable[Step]) -> Schedule:
+def makes_of(problem: Problem | GraphProblem, step: Step) -> tuple[int, ...]:
+    """Data that ``step`` makes."""
+    if not isinstance(step, Run):
+        return ()
+    return problem.nodes[step.node].makes if isinstance(problem, Problem) else (step.node,)
+
+
+def with_deletes(problem: Problem | GraphProblem, order: Iterable[Step]) -> Schedule:
     """The schedule that runs ``order`` (Run, Loss and Bwd steps) and deletes each datum as early as possible.
 
     A copy of a datum is deleted right after its last read, or right after the run that made it if nothing reads it.
     Held data are never deleted. Del steps in ``order`` are ignored.
     """
     steps = [s for s in order if not isinstance(s, Del)]
+    held = problem.held if isinstance(problem, Problem) else frozenset()
     needed: set[int] = set()
     backwards: list[Step] = []
     for step in reversed(steps):
-        reads = _reads(problem, step)
-        makes = problem.nodes[step.node].makes if isinstance(step, Run) else ()
-        dead = [d for d in dict.fromkeys(reads + makes) if d not in needed and d not in problem.held]
+        reads, makes = reads_of(problem, step), makes_of(problem, step)
+        dead = [d for d in dict.fromkeys(reads + makes) if d not in needed and d not in held]
         backwards.extend(Del(d) for d in reversed(dead))
         backwards.append(step)
         needed.difference_update(makes)
@@ -55,12 +65,11 @@ def drop_useless_runs(problem: Problem, order: Iterable[Step]) -> tuple[Step, ..
     for step in reversed(steps):
         if isinstance(step, Loss):
             after_loss = False
-        if isinstance(step, Run):
-            makes = problem.nodes[step.node].makes
-            if after_loss and needed.isdisjoint(makes):
-                continue
-            needed.difference_update(makes)
-        needed.update(_reads(problem, step))
+        makes = makes_of(problem, step)
+        if isinstance(step, Run) and after_loss and needed.isdisjoint(makes):
+            continue
+        needed.difference_update(makes)
+        needed.update(reads_of(problem, step))
         kept.append(step)
     return tuple(reversed(kept))
 
@@ -68,3 +77,8 @@ def drop_useless_runs(problem: Problem, order: Iterable[Step]) -> tuple[Step, ..
 def forward_phase(problem: Problem) -> tuple[Step, ...]:
     """Every node once, in order, then the loss. Each schedule begins with these steps."""
     return (*(Run(i) for i in range(len(problem.nodes))), Loss())
+
+
+def plain_steps(problem: Problem) -> tuple[Step, ...]:
+    """The forward phase, then every backward: what runs without recomputation."""
+    return (*forward_phase(problem), *(Bwd(i) for i in problem.backward_order()))

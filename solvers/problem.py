@@ -148,30 +148,23 @@ class Problem:
 
     def _verify_node(self, i: int) -> None:
         node = self.nodes[i]
-        for d in node.makes:
-            if self.data[d].owner != i:
-                raise ProblemError(f"node {i} ({node.name}) makes data {d}, whose owner is {self.data[d].owner}")
+        where = f"node {i} ({node.name})"
         for d in node.reads:
             if self.data[d].owner >= i:
-                raise ProblemError(f"node {i} ({node.name}) reads {self.data[d].name}, which no earlier node makes")
-        check_whole(f"node {i} ({node.name})", time=node.time, peak=node.peak, rng=node.rng, warm=node.least_time)
+                raise ProblemError(f"{where} reads {self.data[d].name}, which no earlier node makes")
+        check_whole(where, time=node.time, peak=node.peak, rng=node.rng, warm=node.least_time)
         if node.within is not None and not 0 <= node.within[1] <= node.within[0] < len(self.nodes):
-            raise ProblemError(
-                f"node {i} ({node.name}) runs again within {node.within}, which are no backwards in order"
-            )
+            raise ProblemError(f"{where} runs again within {node.within}, which are no backwards in order")
         if node.least_time > node.time:
-            raise ProblemError(f"node {i} ({node.name}): warm is {node.warm} ns, and time is less")
+            raise ProblemError(f"{where}: warm is {node.warm} ns, and time is less")
         if node.peak < sum(self.data[d].size for d in node.makes):
-            raise ProblemError(f"node {i} ({node.name}): peak is less than the bytes it makes")
-        if node.backward:
-            self._verify_backward(i, node.backward)
-
-    def _verify_backward(self, i: int, backward: Backward) -> None:
-        name = self.nodes[i].name
+            raise ProblemError(f"{where}: peak is less than the bytes it makes")
+        if (backward := node.backward) is None:
+            return
         figures = {"time": backward.time, "before": backward.before, "peak": backward.peak, "after": backward.after}
-        check_whole(f"the backward of node {i} ({name})", **figures)
+        check_whole(f"the backward of {where}", **figures)
         if backward.peak < max(backward.before, backward.after):
-            raise ProblemError(f"node {i} ({name}): backward peak below its gradients")
+            raise ProblemError(f"{where}: backward peak below its gradients")
         for d in backward.reads:
             if self.data[d].owner > i:
-                raise ProblemError(f"the backward of {name} reads {self.data[d].name}, made after it")
+                raise ProblemError(f"the backward of {node.name} reads {self.data[d].name}, made after it")

@@ -19,9 +19,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from solvers.errors import ScheduleError
-from solvers.problem import Node, Problem
+from solvers.liveness import makes_of, reads_of
+from solvers.problem import Problem
 from solvers.schedule import Bwd, Del, Loss, Run, Schedule, Step
-from solvers.walker import Walk, walk
+from solvers.units import show_bytes
+from solvers.walker import walk
 from solvers.whole.graph import GraphProblem
 from solvers.whole.walker import walk_graph
 
@@ -31,12 +33,7 @@ _WIDTH, _WIDEST = 48, 80  # columns before the comments
 
 def format_bytes(size: int) -> str:
     """``size`` bytes as text, such as ``1.5 MiB``: exact below one KiB, with one decimal above."""
-    if abs(size) < 1024:
-        return f"{size} B"
-    for unit, scale in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
-        if abs(size) < scale * 1024 or unit == "GiB":
-            return f"{size / scale:.1f} {unit}"
-    raise AssertionError("unreachable: GiB takes every size")
+    return f"{size} B" if abs(size) < 1024 else show_bytes(size)
 
 
 def unique_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -72,29 +69,19 @@ def _line(problem: Problem | GraphProblem, names: _Names, step: Step) -> str:
             return f"{'fwd' if isinstance(step, Run) else 'bwd'}.?{i}()"
         case Del(d) if not 0 <= d < len(names.data):
             return f"del ?{d}"
+    read = names.join(reads_of(problem, step))
+    match step:
         case Run(i):
-            node = problem.nodes[i]
-            made = node.makes if isinstance(node, Node) else (i,)
-            makes = f"{names.join(made)} = " if made else ""
-            return f"{makes}fwd.{names.nodes[i]}({names.join(node.reads)})"
+            made = names.join(makes_of(problem, step))
+            return f"{made} = fwd.{names.nodes[i]}({read})" if made else f"fwd.{names.nodes[i]}({read})"
         case Bwd(i):
-            node = problem.nodes[i]
-            backward = node.backward if isinstance(node, Node) else None
-            return f"bwd.{names.nodes[i]}({names.join(backward.reads if backward else ())})"
+            return f"bwd.{names.nodes[i]}({read})"
         case Del(d):
             return f"del {names.data[d]}"
         case Loss():
-            returned = sorted(problem.returned) if isinstance(problem, Problem) else ()
-            return f"loss({names.join(returned)})"
+            return f"loss({read})"
         case _:
             return f"?{step!r}"
-
-
-def _walk_or_error(problem: Problem | GraphProblem, schedule: Schedule) -> Walk | str:
-    try:
-        return walk_graph(problem, schedule) if isinstance(problem, GraphProblem) else walk(problem, schedule)
-    except ScheduleError as error:
-        return str(error)
 
 
 def format_schedule(problem: Problem | GraphProblem, schedule: Schedule, places: Sequence[str] = ()) -> str:
@@ -105,9 +92,10 @@ def format_schedule(problem: Problem | GraphProblem, schedule: Schedule, places:
     """
     names = _Names(problem)
     lines = [_line(problem, names, step) for step in schedule]
-    walked = _walk_or_error(problem, schedule)
-    if isinstance(walked, str):
-        head, memory = f"not valid: {walked}", [""] * len(lines)
+    try:
+        walked = walk_graph(problem, schedule) if isinstance(problem, GraphProblem) else walk(problem, schedule)
+    except ScheduleError as error:
+        head, memory = f"not valid: {error}", [""] * len(lines)
     else:
         at = lines[walked.peak_step] if lines else "nothing"
         head = f"peak {format_bytes(walked.peak)} at {at}, time {100 * walked.overhead:+.1f} %"

@@ -84,8 +84,7 @@ class _State:
         self.time = 0
         self.next_forward = 0
         self.in_forward = True
-        self.backwards = problem.backward_order()
-        self.backwards_done = 0
+        self.left = problem.backward_order()[::-1]  # backwards, the next one last
         self.last_run = {s.node: at for at, s in enumerate(schedule) if isinstance(s, Run)}
         self.at = 0
         self.now: Step = Loss()
@@ -118,18 +117,13 @@ class _State:
         """Raise unless the forward phase, the loss and every backward have been executed."""
         if self.in_forward:
             raise ScheduleError(f"step {end} (end): the schedule ends before the loss")
-        if self.backwards_done < len(self.backwards):
-            missing = self.problem.nodes[self.backwards[self.backwards_done]].name
-            raise ScheduleError(f"step {end} (end): bwd.{missing} is missing")
+        if self.left:
+            raise ScheduleError(f"step {end} (end): bwd.{self.problem.nodes[self.left[-1]].name} is missing")
 
     def _check_reads(self, reads: tuple[int, ...]) -> None:
         for d in reads:
             if d not in self.live:
                 raise ScheduleError(f"{self.what} reads {self.problem.data[d].name}, which is not live")
-
-    def _is_within(self, first: int, last: int) -> bool:
-        """Whether the next backward is one of those from ``first`` to ``last``."""
-        return self.backwards_done < len(self.backwards) and last <= self.backwards[self.backwards_done] <= first
 
     def _run(self, at: int, i: int) -> int:
         node = self.problem.nodes[i]
@@ -144,7 +138,7 @@ class _State:
                 self.rng_bytes += node.rng
         elif not node.rerun:
             raise ScheduleError(f"{self.what} reruns a node that may run only once")
-        elif node.within is not None and not self._is_within(*node.within):
+        elif node.within and not (self.left and node.within[1] <= self.left[-1] <= node.within[0]):
             raise ScheduleError(f"{self.what} reruns a node outside of the backwards before which it may")
         self._check_reads(node.reads)
         used = self.live_bytes + self.gradients + self.rng_bytes + node.peak
@@ -165,12 +159,11 @@ class _State:
         backward = self.problem.nodes[i].backward
         if backward is None:
             raise ScheduleError(f"{self.what}: this node has no backward")
-        if self.backwards_done == len(self.backwards) or self.backwards[self.backwards_done] != i:
-            left = self.backwards[self.backwards_done :]
-            expected = f"bwd.{self.problem.nodes[left[0]].name}" if left else "the end"
+        if self.left[-1:] != [i]:
+            expected = f"bwd.{self.problem.nodes[self.left[-1]].name}" if self.left else "the end"
             raise ScheduleError(f"{self.what} is out of order: expected {expected}")
         self._check_reads(backward.reads)
-        self.backwards_done += 1
+        self.left.pop()
         self.made.clear()
         self._set_gradients(backward.after)
         self.time += backward.time
@@ -178,10 +171,7 @@ class _State:
 
     def _set_gradients(self, at_end: int) -> None:
         """Set the bytes of gradients until the next backward: its ``before``, or ``at_end`` if there is none."""
-        if self.backwards_done == len(self.backwards):
-            self.gradients = at_end
-            return
-        following = self.problem.nodes[self.backwards[self.backwards_done]].backward
+        following = self.problem.nodes[self.left[-1]].backward if self.left else None
         self.gradients = following.before if following else at_end
 
     def _del(self, d: int) -> int:

@@ -171,14 +171,8 @@ class Probe:
         backward_peak, input_gradient, parameter_gradients = self._backward(output)
         self.touched = sum(t.nbytes for t in tensor_leaves((self.x, output))) + private + lasting
         forward_peaks = max(kept_peak, *peaks), pass_peak - state - drawn, peaks[0]
-        kept = (
-            input_gradient,
-            parameter_gradients + max(lasting, state - copies),
-            keeps_input,
-            keeps_output,
-            state,
-            draws,
-        )
+        parameter_gradients += max(lasting, state - copies)
+        kept = input_gradient, parameter_gradients, keeps_input, keeps_output, state, draws
         return (private + lasting, *forward_peaks, backward_peak, *kept, *holds), output
 
     def times(self) -> tuple[int, ...]:

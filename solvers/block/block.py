@@ -8,9 +8,11 @@ figures.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from solvers.problem import Backward, Block, Node, Problem
+from solvers.problem import Block, Node, Problem
 
 Reruns = tuple[tuple[int, ...], ...]
 """For each stage (one per backward of the block, in backward order), the nodes that run again, in order."""
@@ -50,15 +52,23 @@ class BlockView:
         """Equal for blocks that have the same options."""
         return (self.nodes, self.owners, self.sizes, self.interface, self.stages)
 
+    @property
+    def no_runs(self) -> Reruns:
+        """No reruns: the block keeps everything."""
+        return ((),) * len(self.stages)
+
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Memory and time of a block with the reruns ``runs``.
+class Option:
+    """One way to run a block. Bytes and nanoseconds are exact.
 
-    ``save``: bytes kept between its forward and backward phase, without the interface. ``forward_peak``: most bytes in
-    its forward phase. ``backward_peak``: most bytes in its backward phase above the base. ``time``: nanoseconds of
-    reruns. ``forward_time``: nanoseconds to make the saved data and the interface, when the forward phase is itself a
-    rerun. ``uses_interface``: whether the backward phase reads interface data as kept from the forward phase.
+    ``runs``: for each backward of the block, the nodes (positions in the block) that run again before it. ``save``:
+    bytes kept from forward to backward, without the interface. ``forward_peak``: most bytes of the forward phase above
+    what was live before it. ``backward_peak``: most bytes of the backward phase above the block's base gradients.
+    ``time``: nanoseconds of reruns. ``forward_time``: nanoseconds of the forward phase when it is a rerun. ``fresh``:
+    the option needs neither saved data nor the block's interface, so that ``time`` includes a forward phase. ``bound``:
+    no schedule of the class of ``solvers.block.ilp_model`` takes less time within the limits that the option was solved
+    for, nor within its own ``save`` and ``backward_peak``. ``optimal``: ``bound`` is ``time``, up to the solver's gap.
     """
 
     runs: Reruns
@@ -67,19 +77,15 @@ class Figures:
     backward_peak: int
     time: int
     forward_time: int
-    uses_interface: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Solved:
-    """The best reruns within limits: their figures, and a proven lower bound on time (ns).
-
-    ``optimal``: proven to be the best. ``searched``: the search did not end at its time limit.
-    """
-
-    figures: Figures
-    bound: int
+    fresh: bool
     optimal: bool
+    bound: int
+
+
+class Solved(NamedTuple):
+    """The best option within limits. ``searched``: the search did not end at its time limit."""
+
+    option: Option
     searched: bool
 
 
@@ -103,7 +109,8 @@ def block_view(problem: Problem, block: Block, last: list[int] | None = None) ->
     if last is None:
         last = last_readers(problem)
     inside = range(block.start, block.stop)
-    data = [d for i in inside for d in problem.nodes[i].makes if counted(problem, d)]
+    nodes = problem.nodes[block.start : block.stop]
+    data = [d for node in nodes for d in node.makes if counted(problem, d)]
     at = {d: position for position, d in enumerate(data)}
 
     def local(ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -112,31 +119,23 @@ def block_view(problem: Problem, block: Block, last: list[int] | None = None) ->
     backwards = [(i, b) for i in reversed(inside) if (b := problem.nodes[i].backward)]
     base = min((min(b.before, b.after) for _, b in backwards), default=0)
     return BlockView(
-        nodes=tuple(
-            _local_node(problem.nodes[i], local(problem.nodes[i].reads), local(problem.nodes[i].makes)) for i in inside
-        ),
+        nodes=tuple(Node("", n.time, local(n.reads), local(n.makes), n.peak, None, n.rerun) for n in nodes),
         owners=tuple(problem.data[d].owner - block.start for d in data),
         sizes=tuple(problem.data[d].size for d in data),
         interface=frozenset(at[d] for d in data if last[d] >= block.stop),
-        stages=tuple(_stage(i - block.start, frozenset(local(b.reads)), b, base) for i, b in backwards),
+        stages=tuple(
+            Stage(i - block.start, frozenset(local(b.reads)), b.before - base, b.peak - base) for i, b in backwards
+        ),
         base=base,
     )
 
 
-def _local_node(node: Node, reads: tuple[int, ...], makes: tuple[int, ...]) -> Node:
-    return Node("", node.time, reads, makes, node.peak, None, node.rerun, 0)
-
-
-def _stage(node: int, reads: frozenset[int], backward: Backward, base: int) -> Stage:
-    return Stage(node, reads, backward.before - base, backward.peak - base)
-
-
-def figures(view: BlockView, runs: Reruns) -> Figures:
-    """Exact memory and time of ``runs`` by liveness, without useless reruns."""
+def option(view: BlockView, runs: Reruns, optimal: bool = False, bound: int = 0) -> Option:
+    """``runs`` without useless ones, with their exact memory and time by liveness, and what is proven of them."""
     needed: set[int] = set()
     live = peak = time = 0
 
-    def read(data: tuple[int, ...] | frozenset[int]) -> None:
+    def read(data: Iterable[int]) -> None:
         nonlocal live
         for d in data:
             if d not in needed:
@@ -161,14 +160,16 @@ def figures(view: BlockView, runs: Reruns) -> Figures:
             useful.append(i)
         kept.append(tuple(reversed(useful)))
     forward_peak, forward_time = forward_figures(view, frozenset(needed))
-    return Figures(
+    return Option(
         runs=tuple(reversed(kept)),
         save=sum(view.sizes[d] for d in needed - view.interface),
         forward_peak=forward_peak,
         backward_peak=peak,
         time=time,
         forward_time=forward_time,
-        uses_interface=not needed.isdisjoint(view.interface),
+        fresh=not needed,
+        optimal=optimal,
+        bound=min(bound, time),
     )
 
 

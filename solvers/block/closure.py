@@ -18,7 +18,7 @@ Its optimum is that of ``solvers.block.ilp_model`` without a limit on the peak. 
 
 from __future__ import annotations
 
-from solvers.block.block import BlockView, Solved, figures
+from solvers.block.block import BlockView, Solved, option
 from solvers.block.useful import ancestors, late_runs
 from solvers.milp.memory_program import MemoryProgram
 from solvers.milp.options import SolverOptions
@@ -46,5 +46,5 @@ class ClosureModel:
         found = self.lp.solve({"save": save}, options)
         assert found is not None, "running everything again needs no bytes saved"
         chosen = {i for i, column in self.R.items() if column in found.ones}
-        result = figures(self.view, late_runs(self.view, chosen))
-        return Solved(result, min(found.bound, result.time), found.optimal, found.searched)
+        runs = late_runs(self.view, chosen)
+        return Solved(option(self.view, runs, found.optimal, found.bound), found.searched)

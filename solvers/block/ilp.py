@@ -8,14 +8,13 @@ of that point too, and nothing is solved.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
-from solvers.block.block import BlockView, Figures, Reruns, Solved, block_view, figures
+from solvers.block.block import BlockView, Option, Reruns, Solved, block_view, option
 from solvers.block.useful import late_runs, useful_nodes
 from solvers.milp.options import SolverOptions
 from solvers.pareto import undominated
@@ -50,50 +49,6 @@ class TimeLimit:
         self.stopped = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One way to run a block. Bytes and nanoseconds are exact.
-
-    ``runs``: for each backward of the block, the nodes (positions in the block) that run again before it. ``save``:
-    bytes kept from forward to backward, without the interface. ``forward_peak``: most bytes of the forward phase above
-    what was live before it. ``backward_peak``: most bytes of the backward phase above the block's base gradients.
-    ``time``: nanoseconds of reruns. ``forward_time``: nanoseconds of the forward phase when it is a rerun. ``fresh``:
-    the option needs neither saved data nor the block's interface, so that ``time`` includes a forward phase. ``bound``:
-    no schedule of the class of ``solvers.block.ilp_model`` takes less time within the limits that the option was solved
-    for, nor within its own ``save`` and ``backward_peak``. ``optimal``: ``bound`` is ``time``, up to the solver's gap.
-    """
-
-    runs: Reruns
-    save: int
-    forward_peak: int
-    backward_peak: int
-    time: int
-    forward_time: int
-    fresh: bool
-    optimal: bool
-    bound: int
-
-
-def option(costs: Figures, fresh: bool, optimal: bool, bound: int) -> Option:
-    """The option with the figures ``costs``."""
-    return Option(
-        costs.runs,
-        costs.save,
-        costs.forward_peak,
-        costs.backward_peak,
-        costs.time,
-        costs.forward_time,
-        fresh,
-        optimal,
-        bound,
-    )
-
-
-def keep_runs(view: BlockView) -> Reruns:
-    """No reruns."""
-    return ((),) * len(view.stages)
-
-
 def rerun_runs(view: BlockView) -> Reruns:
     """All useful nodes once, before the first backward that needs a rerun."""
     useful = [tuple(nodes) for nodes, _ in useful_nodes(view)]
@@ -108,15 +63,12 @@ def least_peak(view: BlockView) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of a grid: its limits in bytes (``peak`` None: no limit), and the best within them, None if none fits.
+    """The best within the limits of one point of a grid, None if nothing fits.
 
     ``seconds``: processor time of the process meanwhile; almost none if an earlier point decided it.
     """
 
-    fresh: bool
-    save: int
-    peak: int | None
-    solved: Solved | None
+    solved: Option | None
     seconds: float
 
 
@@ -130,7 +82,7 @@ def grid_points(
 
     ``report``: called with the part of the work that is done, from 0 to 1.
     """
-    keep, low, limit = figures(view, keep_runs(view)), least_peak(view), limit or TimeLimit()
+    keep, low, limit = option(view, view.no_runs), least_peak(view), limit or TimeLimit()
     levels = list(dict.fromkeys(round(fraction * keep.save) for fraction in grid.saves))
     some = list(dict.fromkeys(round(fraction * keep.save) for fraction in grid.saves[:: grid.stride]))
     above = max(0, keep.backward_peak - low)
@@ -153,22 +105,15 @@ def grid_points(
 class _Series:
     """The points of one peak, by falling limits on saved bytes; some are decided by those solved before."""
 
-    def __init__(
-        self,
-        view: BlockView,
-        solver: SolverOptions,
-        fresh: bool,
-        peak: int | None,
-        limit: TimeLimit,
-    ) -> None:
+    def __init__(self, view: BlockView, solver: SolverOptions, fresh: bool, peak: int | None, limit: TimeLimit) -> None:
         # Loaded here: `import solvers` is to be quick, and saved plans need no integer program.
         from solvers.block.closure import ClosureModel
         from solvers.block.ilp_model import StagedModel
 
-        self.fresh, self.peak, self.solver, self.limit = fresh, peak, solver, limit
+        self.peak, self.solver, self.limit = peak, solver, limit
         self.loose = None if fresh else ClosureModel(view)
         self.tight = None if peak is None else StagedModel(view, fresh)
-        self.solved: list[tuple[int, Solved]] = []
+        self.solved: list[tuple[int, Option]] = []
         self.infeasible = -1
         self.stopped = 0
 
@@ -182,32 +127,32 @@ class _Series:
             except TimeoutError:
                 self.stopped += 1
                 continue
-            points.append(Point(self.fresh, save, self.peak, solved, time.process_time() - start))
+            points.append(Point(solved, time.process_time() - start))
         return points
 
-    def _at(self, save: int) -> Solved | None:
+    def _at(self, save: int) -> Option | None:
         """The best for ``save``, from an earlier solve if that decides it."""
         if save <= self.infeasible:
             return None
         for limit, known in self.solved:
-            if limit >= save >= known.figures.save and known.optimal:
+            if limit >= save >= known.save and known.optimal:
                 return known
         answer = self._solve(save)
         if answer is None:
             self.infeasible = save
-        else:
-            self.stopped += not answer.searched
-            self.solved.append((save, answer))
-        return answer
+            return None
+        self.stopped += not answer.searched
+        self.solved.append((save, answer.option))
+        return answer.option
 
     def _solve(self, save: int) -> Solved | None:
         left = self.limit.remaining()
         if left <= 0:
             raise TimeoutError("no time is left")
-        options = dataclasses.replace(self.solver, time_limit=min(left, self.solver.time_limit))
+        options = replace(self.solver, time_limit=min(left, self.solver.time_limit))
         if self.loose:
             answer = self.loose.solve(save, options)
-            if self.peak is None or (answer.optimal and answer.figures.backward_peak <= self.peak):
+            if self.peak is None or (answer.option.optimal and answer.option.backward_peak <= self.peak):
                 return answer
         assert self.tight is not None and self.peak is not None
         return self.tight.solve(save, self.peak, options)
@@ -220,22 +165,14 @@ def view_options(
     limit: TimeLimit | None = None,
 ) -> tuple[Option, ...]:
     """The Pareto set of options of ``view``. The other arguments are those of ``grid_points``."""
-    keep = figures(view, keep_runs(view))
-    options = [option(keep, _is_fresh(keep), True, 0)]
+    options = [option(view, view.no_runs, optimal=True)]
     for runs in (late_runs(view, range(len(view.nodes))), rerun_runs(view)):
         # With nothing saved, whatever is needed runs again at least once, which is all that these do.
-        again = figures(view, runs)
-        options.append(option(again, _is_fresh(again), True, again.time if _is_fresh(again) else 0))
+        again = option(view, runs, optimal=True)
+        options.append(replace(again, bound=again.time) if again.fresh else again)
     if any(options[1].runs):
-        for point in grid_points(view, grid, report, limit):
-            if point.solved:
-                s = point.solved
-                options.append(option(s.figures, point.fresh or _is_fresh(s.figures), s.optimal, s.bound))
+        options += [point.solved for point in grid_points(view, grid, report, limit) if point.solved]
     return pareto(options)
-
-
-def _is_fresh(costs: Figures) -> bool:
-    return costs.save == 0 and not costs.uses_interface
 
 
 def pareto(options: Iterable[Option]) -> tuple[Option, ...]:
@@ -254,8 +191,4 @@ def block_options(problem: Problem, block: Block, grid: Grid | None = None) -> t
 
 def member_options(view: BlockView, options: Sequence[Option]) -> tuple[Option, ...]:
     """``options`` of another block of the same kind, with the figures they have in ``view``."""
-    result = []
-    for o in options:
-        here = figures(view, o.runs)
-        result.append(option(here, _is_fresh(here), False, 0))
-    return pareto(result)
+    return pareto(option(view, o.runs) for o in options)

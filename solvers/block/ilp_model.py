@@ -2,7 +2,7 @@
 
 The class of schedules: the forward phase runs every node once. Stage ``s`` ends with the s-th backward ``b(s)`` in
 backward order. Before it, nodes may run again that lead to what ``b(s)`` reads, each at most once in the stage and in
-forward order. Groups of ``solvers.block.contract`` run together. The optimum within this class is exact. Variables
+forward order. Groups of nodes with one of ``leaders`` run together. The optimum within this class is exact. Variables
 exist only where they can be useful:
 
 - ``R[s,i]`` in {0,1}: node i runs again in stage s; nodes of one group share it;
@@ -31,13 +31,42 @@ Source: a staged formulation of this project, after Checkmate (Jain et al., 2020
 
 from __future__ import annotations
 
-from solvers.block.block import BlockView, Reruns, Solved, figures
-from solvers.block.contract import leaders
+from solvers.block.block import BlockView, Solved, option
 from solvers.block.useful import useful_nodes
-from solvers.milp.memory_program import Choice, MemoryProgram
+from solvers.milp.memory_program import MemoryProgram
 from solvers.milp.options import SolverOptions
 
 Terms = list[tuple[int, int]]
+
+
+def leaders(view: BlockView) -> tuple[int, ...]:
+    """For each node of ``view``, the node that it always runs with; itself if it has no leader.
+
+    Node i runs with its *leader* j if j (or its group) alone reads the data of i, neither a backward nor a later block
+    reads them, and the data of j take no more bytes. Keeping the data of i for a later run of j is then no better than
+    keeping the data of j. Attention's scale, mask and softmax run together, as do a projection, its dropout and the
+    residual sum. Memory is still counted for each node.
+
+    Without a limit on the peak, no optimum is lost. With one, schedules are excluded in which i runs in a stage for the
+    use of j in a later stage.
+    """
+    kept = set().union(view.interface, *(stage.reads for stage in view.stages))
+    readers: list[set[int]] = [set() for _ in view.sizes]
+    for i, node in enumerate(view.nodes):
+        for d in node.reads:
+            readers[d].add(i)
+    leader = list(range(len(view.nodes)))
+    for i in reversed(range(len(view.nodes))):
+        node = view.nodes[i]
+        if not node.rerun or not node.makes or not kept.isdisjoint(node.makes):
+            continue
+        of_data = {leader[u] for d in node.makes for u in readers[d]}
+        if len(of_data) == 1:
+            (j,) = of_data
+            passed = sum(view.sizes[d] for d in node.makes if readers[d])
+            if view.nodes[j].rerun and sum(view.sizes[d] for d in view.nodes[j].makes) <= passed:
+                leader[i] = j
+    return tuple(leader)
 
 
 class StagedModel:
@@ -172,20 +201,14 @@ class StagedModel:
         self.lp.memory_row(f"bwd_{s}", terms)
         self.left_out[f"bwd_{s}"] = constant + stage.peak
 
-    def solve(self, save: int, peak: int | None, options: SolverOptions) -> Solved | None:
+    def solve(self, save: int, peak: int, options: SolverOptions) -> Solved | None:
         """The cheapest reruns with at most ``save`` and ``peak`` bytes; None if it is proven that there are none.
 
-        ``peak=None``: no limit. Raises ``TimeoutError`` if the solver stops at its time limit without a solution.
+        Raises ``TimeoutError`` if the solver stops at its time limit without a solution.
         """
-        if peak is None:
-            peak = sum(self.view.sizes) + sum(n.peak for n in self.view.nodes) + max(self.left_out.values(), default=0)
         limits = {"save": save, **{name: peak - left_out for name, left_out in self.left_out.items()}}
         found = self.lp.solve(limits, options)
-        return self._solved(found) if found else None
-
-    def _solved(self, found: Choice) -> Solved:
-        runs: Reruns = tuple(
-            tuple(i for i in nodes if self.R[s, i] in found.ones) for s, (nodes, _) in enumerate(self.useful)
-        )
-        result = figures(self.view, runs)
-        return Solved(result, min(found.bound, result.time), found.optimal, found.searched)
+        if found is None:
+            return None
+        runs = tuple(tuple(i for i in nodes if self.R[s, i] in found.ones) for s, (nodes, _) in enumerate(self.useful))
+        return Solved(option(self.view, runs, found.optimal, found.bound), found.searched)

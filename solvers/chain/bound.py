@@ -15,7 +15,10 @@ from __future__ import annotations
 import time
 from math import ceil
 
+from solvers.liveness import plain_steps
+from solvers.milp.options import SolverOptions
 from solvers.problem import Problem
+from solvers.walker import step_name
 
 GAP = 1e-3
 """Relative gap at which a proof may stop; the bound is lower by this gap at most."""
@@ -33,8 +36,8 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
     ``name``: a PuLP solver. ``seconds``: when to stop; the bound may be lower then.
     """
     # Loaded here: `import solvers` is to be quick, and saved plans need no solver of whole graphs.
-    from solvers.milp.milp import Effort, run
-    from solvers.whole.relaxation import relax
+    from solvers.milp.milp import run
+    from solvers.whole.relaxation import Relaxation
     from solvers.whole.stages import peaks, staged_step, timeline
 
     staged = staged_step(problem)
@@ -46,8 +49,8 @@ def lower_bound(problem: Problem, budget: int, name: str = "HiGHS", seconds: flo
     for positions in ([loss], *([cell] for cell in worst), *([[loss, *worst]] if worst else ())):
         left = end - time.perf_counter()
         if left > 0:
-            model = relax(staged, budget, positions)
-            outcome = run(model.program, Effort(name, gap=GAP, seconds=left))
+            model = Relaxation(staged, budget, positions)
+            outcome = run(model.program, SolverOptions(name, GAP, left))
             # If nothing fits, any bound holds. The solver's tolerances: 1e-5 units, 1e-9 of the time of all operations.
             if outcome.bound < 1e20:
                 best = max(best, ceil((outcome.bound - 1e-5) * model.time_unit))
@@ -60,11 +63,4 @@ def least_budget(problem: Problem) -> tuple[int, str]:
     from solvers.whole.whole_graph import least_step
 
     least, step = least_step(staged_step(problem))
-    return least, _name(problem, step)
-
-
-def _name(problem: Problem, t: int) -> str:
-    count = len(problem.nodes)
-    if t < count:
-        return f"fwd.{problem.nodes[t].name}"
-    return "loss" if t == count else f"bwd.{problem.nodes[problem.backward_order()[t - count - 1]].name}"
+    return least, step_name(problem, plain_steps(problem)[step])

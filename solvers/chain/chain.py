@@ -12,9 +12,11 @@ is not claimed to be optimal. ``lower_bound`` says how far from the best of all 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 
 from solvers.baselines import all_baselines, keep_everything
 from solvers.block.ilp import Grid, TimeLimit, pareto
@@ -22,7 +24,7 @@ from solvers.chain.bound import least_budget, lower_bound
 from solvers.chain.costs import Options, SolvedViews, chain_costs, kind_options
 from solvers.chain.expand import expand
 from solvers.chain.table import ChainTable
-from solvers.curve import Frontier, baselines_of
+from solvers.curve import Baseline, Frontier
 from solvers.errors import InfeasibleError
 from solvers.liveness import drop_useless_runs, with_deletes
 from solvers.pareto import evenly, front
@@ -102,57 +104,59 @@ class ChainPlanner:
         self.slots = slots or (SLOTS if len(problem.blocks) <= SHORT else SLOTS // 2)
         self._given = options
         self._solved: SolvedViews = {} if solved is None else solved
-        self._loose: _Candidates | None = None
-        self._all: _Candidates | None = None
-        self._single: _Candidates | None = None
+        # That which keeps everything is the first.
         self._known = [ChainPlan(s, walk(problem, s), name) for name, s in all_baselines(problem).items()]
 
     @property
     def options(self) -> Options:
         """All options per kind."""
-        return self._full().options
+        return self._all.options
 
     @property
     def solved(self) -> Options | None:
         """The options per kind that were solved so far; None if no block was."""
-        found = self._all or self._loose
-        return found.options if found is not None else None
+        return next((found.options for found in self._so_far("_all", "_loose")), None)
 
     @property
     def stopped(self) -> int:
         """How many integer programs were stopped or skipped at a time limit, so that options may not be the best."""
         return self.limit.stopped
 
-    def _full(self) -> _Candidates:
-        if self._all is None and self._given is not None:
-            self._all = self._partial()
-        if self._all is None:
-            tight = self._solve(dataclasses.replace(self.grid, unlimited=False), "blocks (tight)")
-            options = {kind: pareto((*loose, *tight[kind])) for kind, loose in self._partial().options.items()}
-            self.report("chain", 0.0)
-            self._all = _Candidates(self.problem, options, self.slots)
-        return self._all
+    @cached_property
+    def _loose(self) -> _Candidates:
+        """With options that were given, or those without a limit on the peak."""
+        options = self._given
+        if options is None:
+            options = self._solve(dataclasses.replace(self.grid, peaks=(), fresh_peaks=()), "blocks")
+        return self._candidates(options)
 
-    def _partial(self) -> _Candidates:
-        if self._loose is None:
-            options = self._given
-            if options is None:
-                options = self._solve(dataclasses.replace(self.grid, peaks=(), fresh_peaks=()), "blocks")
-            self.report("chain", 0.0)
-            self._loose = _Candidates(self.problem, options, self.slots)
-        return self._loose
+    @cached_property
+    def _all(self) -> _Candidates:
+        loose = self._loose
+        if self._given is not None:
+            return loose
+        tight = self._solve(dataclasses.replace(self.grid, unlimited=False), "blocks (tight)")
+        return self._candidates({kind: pareto((*of, *tight[kind])) for kind, of in loose.options.items()})
 
-    def _singles(self) -> _Candidates | None:
+    @cached_property
+    def _single(self) -> _Candidates | None:
         """With each node as a block of its own, if they are few. There is nothing to solve in a block of one node.
 
         Where a graph has few blocks, the table has little to choose from, and where most blocks would have one node
         that saves one tensor, its choices are the best ones.
         """
-        if self._single is None and len(self.problem.nodes) <= SINGLES:
-            problem = with_single_nodes(self.problem)
-            options = kind_options(problem, Grid(unlimited=False, peaks=(), fresh_peaks=()))
-            self._single = _Candidates(problem, options, self.slots)
-        return self._single
+        if len(self.problem.nodes) > SINGLES:
+            return None
+        problem = with_single_nodes(self.problem)
+        return _Candidates(problem, kind_options(problem, Grid(unlimited=False, peaks=(), fresh_peaks=())), self.slots)
+
+    def _candidates(self, options: Options) -> _Candidates:
+        self.report("chain", 0.0)
+        return _Candidates(self.problem, options, self.slots)
+
+    def _so_far(self, *names: str) -> Iterator[_Candidates]:
+        """Those of these names that were needed so far."""
+        return (found for name in names if (found := vars(self).get(name)) is not None)
 
     def _solve(self, grid: Grid, doing: str) -> Options:
         return kind_options(self.problem, grid, partial(self.report, doing), self.limit, self._solved)
@@ -179,40 +183,38 @@ class ChainPlanner:
 
     def found(self, budget: int) -> ChainPlan | None:
         """The cheapest plan within ``budget`` bytes that is found by bisection; None if it finds none."""
-        plan = self._partial().cheapest(budget)
-        if singles := self._singles():
-            singles.cheapest(budget)
+        plan = self._loose.cheapest(budget)
+        if self._single:
+            self._single.cheapest(budget)
         if plan is None or self._is_small(budget):
-            self._full().cheapest(budget)
+            self._all.cheapest(budget)
         return self.best_known(budget)
 
     def _is_small(self, budget: int) -> bool:
-        return budget < TIGHT_BELOW * _largest_need(self._partial().options)
+        """Whether it is small beside what the largest block needs to keep everything."""
+        keeping = (o.backward_peak for of_kind in self._loose.options.values() for o in of_kind if not o.time)
+        return budget < TIGHT_BELOW * max(keeping, default=0)
 
     def best_known(self, budget: int) -> ChainPlan | None:
         """The cheapest plan within ``budget`` bytes of all that were walked so far."""
-        walked = [*self._known]
-        for candidates in (self._loose, self._all, self._single):
-            walked += candidates.walked.values() if candidates else ()
-        return min((s for s in walked if s.peak <= budget), key=lambda s: (s.time, s.peak), default=None)
+        walked = (candidates.walked.values() for candidates in self._so_far("_loose", "_all", "_single"))
+        return _cheapest((*self._known, *chain.from_iterable(walked)), budget)
 
     def walked(self) -> list[ChainPlan]:
         """Plans of all kinds, from those that keep little to those that keep everything."""
-        singles = self._singles()
-        return [*self._known, *self._partial().all(), *(singles.all() if singles else ()), *self._full().all()]
+        return [*self._known, *self._loose.all(), *(self._single.all() if self._single else ()), *self._all.all()]
 
     def lower_bound(self, budget: int) -> int:
         """Nanoseconds that every schedule within ``budget`` bytes takes at least, whatever its class."""
-        solver = self.grid.solver
-        return lower_bound(self.problem, budget, solver.name)
+        return lower_bound(self.problem, budget, self.grid.solver.name)
 
     def frontier(self) -> Frontier:
         """Time against memory for all budgets. No schedule of any class needs less than its ``lower``."""
         solutions = front(self.walked(), lambda s: (s.peak, s.time))
-        keep = walk(self.problem, keep_everything(self.problem))
         points = tuple((s.peak, s.overhead) for s in solutions)
-        least = least_budget(self.problem)[0]
-        return Frontier(solutions[0].peak, keep.peak, points, least, baselines_of(self.problem))
+        keep, least = self._known[0].peak, least_budget(self.problem)[0]
+        usual = tuple(Baseline(plan.source, plan.peak, plan.overhead) for plan in self._known)
+        return Frontier(solutions[0].peak, keep, points, least, usual)
 
 
 def with_single_nodes(problem: Problem) -> Problem:
@@ -230,16 +232,6 @@ def solve_chain(problem: Problem, budget: int) -> ChainPlan:
     if walked.peak <= budget:
         return ChainPlan(schedule, walked, "keep everything")
     return ChainPlanner(problem).solve(budget)
-
-
-def frontier(problem: Problem, options: Options | None = None, slots: int = 0) -> Frontier:
-    """The time-against-memory curve of ``problem``."""
-    return ChainPlanner(problem, options, slots).frontier()
-
-
-def _largest_need(options: Options) -> int:
-    """The largest backward peak, in bytes, of a block that keeps everything."""
-    return max((o.backward_peak for of_kind in options.values() for o in of_kind if not o.time), default=0)
 
 
 class _Candidates:
@@ -279,12 +271,10 @@ class _Candidates:
 
     def cheapest(self, budget: int) -> ChainPlan | None:
         """The cheapest candidate that fits, among the neighbours of the one at which bisection over peaks ends."""
-        low, high = 0, len(self.points)
-        while low < high:
-            middle = (low + high) // 2
-            if self.at(middle).peak <= budget:
-                low = middle + 1
-            else:
-                high = middle
-        near = [self.at(k) for k in range(max(0, low - NEIGHBOURS), min(len(self.points), low + NEIGHBOURS))]
-        return min((s for s in near if s.peak <= budget), key=lambda s: (s.time, s.peak), default=None)
+        count = len(self.points)
+        end = bisect_right(range(count), budget, key=lambda k: self.at(k).peak)
+        return _cheapest(map(self.at, range(max(0, end - NEIGHBOURS), min(count, end + NEIGHBOURS))), budget)
+
+
+def _cheapest(plans: Iterable[ChainPlan], budget: int) -> ChainPlan | None:
+    return min((plan for plan in plans if plan.peak <= budget), key=lambda plan: (plan.time, plan.peak), default=None)

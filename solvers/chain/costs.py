@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from solvers.block.block import BlockView, block_view, counted, forward_figures, last_readers
-from solvers.block.ilp import Grid, Option, TimeLimit, member_options, view_options
+from solvers.block.block import BlockView, Option, block_view, counted, forward_figures, last_readers
+from solvers.block.ilp import Grid, TimeLimit, member_options, view_options
 from solvers.problem import Problem
 
 
@@ -101,14 +101,10 @@ def chain_costs(problem: Problem, options: Options) -> ChainCosts:
     """All costs of the chain. The options of a kind get the figures that they have in each of its blocks."""
     last = last_readers(problem)
     views = [block_view(problem, block, last) for block in problem.blocks]
-    members: dict[tuple[object, ...], tuple[Option, ...]] = {}
-    passes: dict[tuple[object, ...], tuple[int, int]] = {}
-    for block, view in zip(problem.blocks, views, strict=True):
-        key = (block.kind, view.key)
-        if key not in members:
-            members[key] = member_options(view, options[block.kind])
-            passes[key] = forward_figures(view, frozenset())
     keys = [(block.kind, view.key) for block, view in zip(problem.blocks, views, strict=True)]
+    distinct = dict(zip(keys, views, strict=True))
+    members = {key: member_options(view, options[key[0]]) for key, view in distinct.items()}
+    passes = {key: forward_figures(view, frozenset()) for key, view in distinct.items()}
     first, always = _always_live(problem)
     rng = sum(n.rng for n in problem.nodes if n.rerun)
     gradients = _gradients_before(problem)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from solvers.block.block import counted
-from solvers.block.ilp import Option
 from solvers.chain.table import ChainTable
 from solvers.problem import Problem
 from solvers.schedule import Bwd, Loss, Run, Step
@@ -55,7 +54,7 @@ def choices(length: int, choose: Choose, m: int) -> Iterator[Choice]:
 def expand(problem: Problem, table: ChainTable, m: int) -> list[Step]:
     """The order of steps that the table chooses for ``m`` slots."""
     out: list[Step] = []
-    count = table.costs.blocks
+    count, nodes = table.costs.blocks, problem.nodes
     for c in choices(count, table.choice, m):
         if c.i == count:
             out.append(Loss())
@@ -63,17 +62,10 @@ def expand(problem: Problem, table: ChainTable, m: int) -> list[Step]:
         option = None if c.option is None else table.costs.options[c.i][c.option]
         span = range(problem.blocks[c.i].start, problem.blocks[c.k - 1].stop)
         if c.backward and option:
-            _expand_backward(problem, c.i, option, out)
+            for runs, node in zip(option.runs, (n for n in reversed(span) if nodes[n].backward), strict=True):
+                out += [*(Run(span.start + i) for i in runs), Bwd(node)]
         elif c.j == count:
-            out += [Run(n) for n in span]
+            out += map(Run, span)
         elif not (option and option.fresh and c.i == c.j):
-            out += [Run(n) for n in span if any(counted(problem, d) for d in problem.nodes[n].makes)]
+            out += [Run(n) for n in span if any(counted(problem, d) for d in nodes[n].makes)]
     return out
-
-
-def _expand_backward(problem: Problem, block: int, option: Option, out: list[Step]) -> None:
-    start, stop = problem.blocks[block].start, problem.blocks[block].stop
-    backwards = [n for n in reversed(range(start, stop)) if problem.nodes[n].backward]
-    for runs, node in zip(option.runs, backwards, strict=True):
-        out += [Run(start + i) for i in runs]
-        out.append(Bwd(node))

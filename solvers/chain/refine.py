@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from solvers.chain.bound import lower_bound
 from solvers.chain.chain import ChainPlan
 from solvers.problem import Problem
-from solvers.schedule import Bwd, Run, Schedule
+from solvers.schedule import Bwd, Loss, Run, Schedule
 from solvers.solve import Request
 from solvers.walker import walk
 
@@ -45,8 +45,9 @@ def refine(problem: Problem, start: Schedule | None, request: Request) -> Refine
     if runs is not None and timeline(staged, runs).peak > request.budget:
         runs = None
     solution = solve_staged(staged, request, runs)
-    better = solution.runs is not None and (runs is None or staged.cost(solution.runs) < staged.cost(runs))
-    schedule = schedule_step(problem, solution.runs) if better and solution.runs is not None else None
+    schedule = None
+    if solution.runs is not None and (runs is None or staged.cost(solution.runs) < staged.cost(runs)):
+        schedule = schedule_step(problem, solution.runs)
     return Refined(schedule, problem.eager_time + solution.bound, solution.infeasible, solution.interrupted)
 
 
@@ -78,12 +79,9 @@ def runs_of(problem: Problem, schedule: Schedule) -> Reruns:
 
     stages: list[set[int]] = [set() for _ in range(len(problem.nodes) + 1)]
     now: set[int] = set()
-    first = len(problem.nodes)
-    for step in schedule:
+    for step in schedule[schedule.index(Loss()) :]:
         if isinstance(step, Run):
-            first -= 1
-            if first < 0:
-                now.add(step.node)
+            now.add(step.node)
         elif isinstance(step, Bwd):
             stages.append(now)
             now = set()

@@ -11,25 +11,26 @@ blocks. It counts checkpoints, not bytes; the walker counts bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
+from solvers.chain.expand import Choose, choices
 from solvers.liveness import drop_useless_runs, forward_phase, with_deletes
 from solvers.problem import Problem
 from solvers.schedule import Bwd, Run, Schedule, Step
 
-Splits = list[list[int]]
 
-
-def binomial_splits(length: int, checkpoints: int) -> Splits:
-    """``splits[c][l]``: how many of l blocks (or stages) run before the next checkpoint is stored, if c may be stored.
+@lru_cache(maxsize=1)
+def binomial(length: int) -> Choose:
+    """The choices for ``length`` blocks (or stages); instead of slots of memory, they count checkpoints.
 
     The last block needs no checkpoint, since the run before it makes its input.
     """
     base = np.arange(length + 1, dtype=np.int64)
     runs = base * (base - 1) // 2
-    splits = [[max(1, size - 1) for size in range(length + 1)]]
-    for _ in range(checkpoints):
+    splits = [[max(1, size - 1) for size in range(length + 1)]]  # of so many blocks, these run before the next one
+    for _ in range(1, length):
         fewer, runs = runs, np.zeros(length + 1, np.int64)
         split = [1, 1]
         for size in range(2, length + 1):
@@ -38,33 +39,30 @@ def binomial_splits(length: int, checkpoints: int) -> Splits:
             best = int(total.argmin())
             runs[size] = total[best]
             split.append(best + 1)
-        splits.append(split[: length + 1])
-    return splits
+        splits.append(split)
+
+    def choose(i: int, j: int, checkpoints: int) -> tuple[int | None, int, int]:
+        size = min(j, length - 1) - i + 1
+        if size == 1:
+            return 0, i + 1, checkpoints
+        return None, i + splits[min(checkpoints, length - 1)][size], max(0, checkpoints - 1)
+
+    return choose
 
 
-def revolve(problem: Problem, checkpoints: int, splits: Splits | None = None) -> Schedule:
+def revolve(problem: Problem, checkpoints: int) -> Schedule:
     """The schedule with at most ``checkpoints`` interfaces stored beside the input of the chain."""
     blocks = problem.blocks
-    splits = splits or binomial_splits(len(blocks), checkpoints)
     order: list[Step] = [*forward_phase(problem)]
-    # (first, last, checkpoints left, whether the blocks have just been run)
-    todo = [(0, len(blocks) - 1, checkpoints, True)] if blocks else []
-    while todo:
-        i, j, left, ready = todo.pop()
-        if i == j:
-            inside = range(blocks[i].start, blocks[i].stop)
-            order += [] if ready else [Run(n) for n in inside if problem.nodes[n].rerun]
-            order += [Bwd(n) for n in reversed(inside) if problem.nodes[n].backward]
-            continue
-        k = i + splits[left][j - i + 1]
-        if not ready:
-            order += [Run(n) for n in range(blocks[i].start, blocks[k].start) if problem.nodes[n].rerun]
-        todo += [(i, k - 1, left, False), (k, j, max(0, left - 1), ready)]
+    for c in choices(len(blocks), binomial(len(blocks)), checkpoints):
+        if c.backward:
+            nodes = reversed(range(blocks[c.i].start, blocks[c.i].stop))
+            order += [Bwd(n) for n in nodes if problem.nodes[n].backward]
+        elif c.j < len(blocks):
+            order += [Run(n) for n in range(blocks[c.i].start, blocks[c.k - 1].stop) if problem.nodes[n].rerun]
     return with_deletes(problem, drop_useless_runs(problem, order))
 
 
 def revolve_schedules(problem: Problem) -> Iterator[Schedule]:
     """One schedule per number of checkpoints, from none to one per block."""
-    most = max(0, len(problem.blocks) - 1)
-    splits = binomial_splits(len(problem.blocks), most)
-    return (revolve(problem, c, splits) for c in range(most + 1))
+    return (revolve(problem, c) for c in range(max(1, len(problem.blocks))))

@@ -21,7 +21,7 @@ from solvers.errors import InfeasibleError
 from solvers.milp.options import SolverOptions
 from solvers.problem import Problem
 from solvers.schedule import Schedule
-from solvers.solve import KINDS, Answer, Kind, Request, SolverFunction, register
+from solvers.solve import KINDS, Answer, Kind, Request, register
 from solvers.text import format_bytes
 from solvers.walker import walk
 
@@ -47,18 +47,6 @@ def _frontier(problem: Problem, request: Request) -> Frontier:
 KINDS[Problem] = Kind(walk, lambda problem: problem.eager_time, _frontier)
 
 
-def _first_fitting(problem: Problem, request: Request, schedules: Iterable[Schedule]) -> Answer:
-    """The cheapest of ``schedules`` that fits, with the bound for its budget."""
-    walked = [(walk(problem, s), s) for s in schedules]
-    fitting = [(w.time, w.peak, s) for w, s in walked if w.peak <= request.budget]
-    if not fitting:
-        least = min(w.peak for w, _ in walked)
-        return Answer(None, reason=f"the least this solver needs is {format_bytes(least)} ({least} bytes)")
-    schedule = min(fitting, key=lambda x: x[:2])[2]
-    bound, note = _bound(problem, request)
-    return Answer(schedule, bound, f"{note}; {ANY}" if note else ANY)
-
-
 def _bound(problem: Problem, request: Request) -> tuple[int, str]:
     """The bound for the budget, and why it was stopped, if it was. It gets 0.2 seconds even if no time is left."""
     try:
@@ -67,48 +55,47 @@ def _bound(problem: Problem, request: Request) -> tuple[int, str]:
         return 0, STOPPED
 
 
-def _baseline(schedules: Callable[[Problem], Iterable[Schedule]]) -> SolverFunction:
-    """The solver that takes one of these ``schedules``."""
-    return lambda problem, request: _first_fitting(problem, request, schedules(problem))
+def _baseline(name: str, schedules: Callable[[Problem], Iterable[Schedule]]) -> None:
+    """Register a solver that takes the cheapest of these ``schedules`` that fits, with the bound for its budget."""
+
+    @register(Problem, name)
+    def solver(problem: Problem, request: Request) -> Answer:
+        walked = [(walk(problem, s), s) for s in schedules(problem)]
+        fitting = [(w.time, w.peak, s) for w, s in walked if w.peak <= request.budget]
+        if not fitting:
+            least = min(w.peak for w, _ in walked)
+            return Answer(None, reason=f"the least this solver needs is {format_bytes(least)} ({least} bytes)")
+        schedule = min(fitting, key=lambda x: x[:2])[2]
+        bound, note = _bound(problem, request)
+        return Answer(schedule, bound, f"{note}; {ANY}" if note else ANY)
 
 
-register(Problem, "keep_all")(_baseline(lambda problem: [keep_everything(problem)]))
-register(Problem, "recompute_all")(_baseline(lambda problem: [recompute_all(problem)]))
-register(Problem, "every_block")(_baseline(lambda problem: [checkpoint_blocks(problem)]))
-register(Problem, "sqrt")(_baseline(lambda problem: [chen_sqrt(problem)]))
-register(Problem, "revolve")(_baseline(revolve_schedules))
-
-
-def _too_small(problem: Problem, budget: int) -> str:
-    """Why no schedule fits, if one step alone needs more than the budget; else empty."""
-    least, step = least_budget(problem)
-    if least <= budget:
-        return ""
-    return f"{step} alone needs {format_bytes(least)} ({least} bytes), more than the budget of {budget} bytes"
+_baseline("keep_all", lambda problem: [keep_everything(problem)])
+_baseline("recompute_all", lambda problem: [recompute_all(problem)])
+_baseline("every_block", lambda problem: [checkpoint_blocks(problem)])
+_baseline("sqrt", lambda problem: [chen_sqrt(problem)])
+_baseline("revolve", revolve_schedules)
 
 
 def _plan(problem: Problem, request: Request) -> tuple[ChainPlan | None, str]:
     """The chain's plan, and why there is none or why the search was stopped."""
-    planner = _planner(problem, request)
+    planner, cut = _planner(problem, request), f"the time limit of {request.time_limit:g} s cut the search short"
     try:
         plan: ChainPlan | None = planner.solve(request.budget)
     except InfeasibleError as error:
-        return None, f"{_cut(request)}: {error}" if planner.stopped else str(error)
+        return None, f"{cut}: {error}" if planner.stopped else str(error)
     except KeyboardInterrupt:
         return planner.best_known(request.budget), STOPPED
-    return plan, "" if request.remaining() > 0 else _cut(request)
-
-
-def _cut(request: Request) -> str:
-    return f"the time limit of {request.time_limit:g} s cut the search short"
+    return plan, "" if request.remaining() > 0 else cut
 
 
 @register(Problem, "rotor")
 def _rotor(problem: Problem, request: Request) -> Answer:
     """Options per block, then the dynamic program; neither if keeping everything fits."""
-    why = _too_small(problem, request.budget)
-    if why:
-        return Answer(None, infeasible=why)
+    least, step = least_budget(problem)
+    if least > request.budget:
+        needs = f"{step} alone needs {format_bytes(least)} ({least} bytes)"
+        return Answer(None, infeasible=f"{needs}, more than the budget of {request.budget} bytes")
     keep = keep_everything(problem)
     if walk(problem, keep).peak <= request.budget:
         return Answer(keep, solver="keep_all")

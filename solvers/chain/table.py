@@ -2,16 +2,9 @@
 
 ``inner[i,j](m)`` is the least time to run blocks i..j forward and backward with m slots beyond I_i, which is live, when
 the blocks after j are done. ``top[i](m)`` is the same for blocks i..B-1 in the first forward phase, the loss included;
-forward runs cost nothing there, since they are no recomputation. With e(i,k) = bytes of I_k not in I_i::
-
-    inner[i,j](m) = min of
-      (a)  fwd(i,o) + time(o) + inner[i+1,j](m - save(o) - e(i,i+1))      over options o of block i (i = j: no inner)
-           if  m >= rerun_base(j) + forward_peak(o)  and  m >= backward_base(i) + backward_peak(o)
-      (b)  pass(i..k-1) + inner[k,j](m - e(i,k)) + inner[i,k-1](m)          over i < k <= j
-           if  m >= rerun_base(j) + peak of running i..k-1 keeping I_k only
-      (c)  time(o), for i = j and o fresh, if m >= backward_base(i) + backward_peak(o)
-    top[i](m)     = the same with fwd = pass = 0, first_base for rerun_base, top[k] for inner[k,j], k up to B
-    top[B](m)     = 0 if m >= loss_peak
+forward runs cost nothing there, since they are no recomputation. Equations (11) to (15) of ``solvers/README.md`` say
+how they follow from one another: (11) block i is kept with an option, (12) blocks i..k-1 are passed, (13) a fresh
+option. What is there in any case, the *base*, is ``rerun_base(j)``, and ``first_base`` in the first forward phase.
 
 The table stores times only. The choice that gives a time is computed again for the few cells of a schedule.
 
@@ -22,6 +15,7 @@ Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (rotor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +26,8 @@ Times = npt.NDArray[np.float32]
 """Nanoseconds, infinite if nothing fits. Seven digits are exact; the walker computes times of schedules exactly."""
 
 Slots = npt.NDArray[np.int64]
+
+Bytes = TypeVar("Bytes", int, Slots)
 
 ROWS = 128
 """Ends of segments that are handled together, so that their columns stay in the processor's cache."""
@@ -64,12 +60,12 @@ class ChainTable:
             self._fill_inner(i)
             self._fill_top(i)
 
-    def slots(self, size: int) -> int:
-        """Slots that hold ``size`` bytes."""
+    def slots(self, size: Bytes) -> Bytes:
+        """Slots that hold ``size`` bytes; of many sizes at once, if these are an array."""
         return -(-size // self.unit)
 
     def _fill_inner(self, i: int) -> None:
-        """``inner[i]`` for all ends j. (b) goes by rising k, since all ends from k on read ``inner[i,k-1]``."""
+        """``inner[i]`` for all ends j. (12) goes by rising k, since all ends from k on read ``inner[i,k-1]``."""
         out, count = self.inner[i], self.costs.blocks
         for o, option in enumerate(self.costs.options[i]):
             row = out[0]
@@ -77,10 +73,10 @@ class ChainTable:
             np.minimum(row[least:], np.float32(time), out=row[least:])
             if i + 1 < count:
                 used, time = self._used(i, o), float(option.forward_time + option.time)
-                self._offer(out[1:], self._least_kept(i, o, slice(i + 1, count)), used, self.inner[i + 1], time)
+                self._offer(out[1:], self._least_kept(i, o, self._rerun[i + 1 :]), used, self.inner[i + 1], time)
         best = self._best(i)
         again = self._again(i)
-        self._first[i][0] = _first(out[:1])[0]
+        self._first[i][0] = _first(out[0])
         done_at = np.empty(count - i, np.int64)
         for k in range(i + 1, count):
             if (k - i - 1) % SPLITS == 0:
@@ -91,16 +87,17 @@ class ChainTable:
                     rows[:, -1] <= limit, (rows <= limit[:, None]).argmax(axis=1), self.size + 1
                 )
             self._pass(i, k, done_at)
-            self._first[i][k - i] = _first(out[k - i : k - i + 1])[0]
+            self._first[i][k - i] = _first(out[k - i])
 
     def _pass(self, i: int, k: int, done_at: Slots) -> None:
-        """(b) for k and all ends from k on, ``ROWS`` ends at a time."""
+        """(12) for k and all ends from k on, ``ROWS`` ends at a time."""
         start = int(self._first[i][k - i - 1])
         if start > self.size:
             return
-        used, peak, time = self._passed(i, k)
-        before = self.inner[i][k - i - 1] + np.float32(time)
-        least = np.maximum(self._slots(peak + self._rerun[k:]), start)
+        peaks, _, times = self._passes[i]
+        used = self.slots(self.costs.interface_bytes[i][k])
+        before = self.inner[i][k - i - 1] + np.float32(times[k - i - 1])
+        least = np.maximum(self.slots(peaks[k - i - 1] + self._rerun[k:]), start)
         for at in range(0, len(least), ROWS):
             rows = slice(at, at + ROWS)
             out, stop = self.inner[i][k - i :][rows], int(done_at[k - i :][rows].max())
@@ -136,22 +133,18 @@ class ChainTable:
 
     def _fill_top(self, i: int) -> None:
         for o, option in enumerate(self.costs.options[i]):
-            least, used = self._first_kept(i, o), self._used(i, o)
-            self._offer(self.top[i : i + 1], np.array([least]), used, self.top[i + 1 : i + 2], float(option.time))
+            kept = self._least_kept(i, o, np.array([self.costs.first_base[i]]))
+            self._offer(self.top[i : i + 1], kept, self._used(i, o), self.top[i + 1 : i + 2], float(option.time))
         for k in range(i + 1, self.costs.blocks + 1):
-            least, used = self._first_passed(i, k)
-            done = self.inner[i][k - i - 1]
-            self._offer(self.top[i : i + 1], np.array([least]), used, self.top[k : k + 1], done)
-
-    def _slots(self, sizes: Slots) -> Slots:
-        return -(-sizes // self.unit)
+            least, used, _ = self._passed(i, k, self.costs.blocks)
+            self._offer(self.top[i : i + 1], np.array([least]), used, self.top[k : k + 1], self.inner[i][k - i - 1])
 
     def _used(self, i: int, o: int) -> int:
         """Slots that option o takes from what follows."""
         return self.slots(self.costs.options[i][o].save + self.costs.interface_bytes[i][i + 1])
 
     def _alone(self, i: int, o: int) -> tuple[int, float]:
-        """Least slots and time of (a) and (c) for a single block."""
+        """Least slots and time of (11) and (13) for a single block."""
         c, option = self.costs, self.costs.options[i][o]
         backward = c.backward_base[i] + option.backward_peak
         if option.fresh:
@@ -159,25 +152,19 @@ class ChainTable:
         least = self.slots(max(backward, c.rerun_base[i] + option.forward_peak))
         return least, float(option.time + option.forward_time)
 
-    def _least_kept(self, i: int, o: int, ends: slice) -> Slots:
-        """Least slots of (a) per end of the segment."""
+    def _least_kept(self, i: int, o: int, base: Slots) -> Slots:
+        """Least slots of (11), per base."""
         option = self.costs.options[i][o]
         backward = self.costs.backward_base[i] + option.backward_peak
-        return self._slots(np.maximum(backward, self._rerun[ends] + option.forward_peak))
+        return self.slots(np.maximum(backward, base + option.forward_peak))
 
-    def _passed(self, i: int, k: int) -> tuple[int, int, float]:
-        """Of (b): slots used, bytes of the peak above the rerun base, and the time of passing i..k-1."""
-        peaks, _, times = self._passes[i]
-        return self.slots(self.costs.interface_bytes[i][k]), int(peaks[k - i - 1]), float(times[k - i - 1])
-
-    def _first_kept(self, i: int, o: int) -> int:
-        """Least slots of (a) in the first forward phase."""
-        c, option = self.costs, self.costs.options[i][o]
-        return self.slots(max(c.backward_base[i] + option.backward_peak, c.first_base[i] + option.forward_peak))
-
-    def _first_passed(self, i: int, k: int) -> tuple[int, int]:
-        """The same in the first forward phase: least slots, slots used."""
-        return self.slots(int(self._passes[i][1][k - i - 1])), self.slots(self.costs.interface_bytes[i][k])
+    def _passed(self, i: int, k: int, j: int) -> tuple[int, int, float]:
+        """Of (12) for the end j: least slots, slots used, and the time of passing i..k-1."""
+        (peaks, first_peaks, times), at = self._passes[i], k - i - 1
+        used = self.slots(self.costs.interface_bytes[i][k])
+        if j == self.costs.blocks:
+            return self.slots(int(first_peaks[at])), used, 0.0
+        return self.slots(int(peaks[at]) + self.costs.rerun_base[j]), used, float(times[at])
 
     def breakpoints(self) -> list[int]:
         """Slot counts at which the optimal time drops, fewest slots first."""
@@ -189,20 +176,12 @@ class ChainTable:
         """The choice that gives ``inner[i,j](m)``, or ``top[i](m)`` where j is the number of blocks: (option, i+1) or
         (None, k), and the slots left for what follows.
         """
-        return _cheapest(self._top_offers(i, m) if j == self.costs.blocks else self._inner_offers(i, j, m))
+        return min(self._offers(i, j, m), key=lambda offer: offer[0])[1:]
 
-    def _top_offers(self, i: int, m: int) -> Iterable[tuple[float, int | None, int, int]]:
-        for o, option in enumerate(self.costs.options[i]):
-            used = self._used(i, o)
-            if m >= max(used, self._first_kept(i, o)):
-                yield option.time + float(self.top[i + 1, m - used]), o, i + 1, m - used
-        for k in range(i + 1, self.costs.blocks + 1):
-            least, used = self._first_passed(i, k)
-            if m >= max(used, least):
-                time = float(self.inner[i][k - i - 1, m])
-                yield time + float(self.top[k, m - used]), None, k, m - used
-
-    def _inner_offers(self, i: int, j: int, m: int) -> Iterable[tuple[float, int | None, int, int]]:
+    def _offers(self, i: int, j: int, m: int) -> Iterable[tuple[float, int | None, int, int]]:
+        """The time of each choice, and the choice."""
+        first = j == self.costs.blocks
+        base = self.costs.first_base[i] if first else self.costs.rerun_base[j]
         for o, option in enumerate(self.costs.options[i]):
             if i == j:
                 least, time = self._alone(i, o)
@@ -210,14 +189,18 @@ class ChainTable:
                     yield time, o, i + 1, m
                 continue
             used = self._used(i, o)
-            if m >= max(used, int(self._least_kept(i, o, slice(j, j + 1))[0])):
-                rest = float(self.inner[i + 1][j - i - 1, m - used])
-                yield option.forward_time + option.time + rest, o, i + 1, m - used
+            if m >= max(used, int(self._least_kept(i, o, np.array([base]))[0])):
+                time = option.time + (0 if first else option.forward_time)
+                yield time + self._rest(i + 1, j, m - used), o, i + 1, m - used
         for k in range(i + 1, j + 1):
-            used, peak, time = self._passed(i, k)
-            if m >= max(used, self.slots(peak + self.costs.rerun_base[j])):
+            least, used, time = self._passed(i, k, j)
+            if m >= max(used, least):
                 done = float(self.inner[i][k - i - 1, m]) + time
-                yield float(self.inner[k][j - k, m - used]) + done, None, k, m - used
+                yield self._rest(k, j, m - used) + done, None, k, m - used
+
+    def _rest(self, k: int, j: int, m: int) -> float:
+        """The time of what follows, from block k to the end j."""
+        return float(self.top[k, m] if j == self.costs.blocks else self.inner[k][j - k, m])
 
 
 def _passes(costs: ChainCosts, i: int) -> tuple[Slots, Slots, Slots]:
@@ -229,13 +212,7 @@ def _passes(costs: ChainCosts, i: int) -> tuple[Slots, Slots, Slots]:
     return np.maximum.accumulate(peaks), np.maximum.accumulate(first), times
 
 
-def _cheapest(offers: Iterable[tuple[float, int | None, int, int]]) -> tuple[int | None, int, int]:
-    """The first of the offers that take least time, without its time."""
-    return min(offers, key=lambda offer: offer[0])[1:]
-
-
-def _first(rows: Times) -> Slots:
-    """Per row, its first finite column; times are finite from there on."""
-    finite = np.isfinite(rows)
-    first: Slots = np.where(finite[:, -1], finite.argmax(axis=1), rows.shape[1])
-    return first
+def _first(row: Times) -> int:
+    """The first finite column; times are finite from there on."""
+    finite = np.isfinite(row)
+    return int(finite.argmax()) if finite[-1] else len(row)

@@ -9,10 +9,10 @@ limits), and the program is solved again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, gcd
 
-from solvers.milp.milp import INFINITY, Effort, IntegerProgram, Outcome, limit_in_units, run
+from solvers.milp.milp import INFINITY, IntegerProgram, limit_in_units, run
 from solvers.milp.options import SolverOptions
 
 MAX_UNITS = 10**6
@@ -54,7 +54,6 @@ class MemoryProgram:
         self.program = IntegerProgram()
         self.rows: dict[str, int] = {}
         self.memory: dict[str, dict[int, int]] = {}
-        self._whole: dict[str, bool] = {}
 
     def column(self, time: int = 0) -> int:
         """Add a 0/1 column that costs ``time`` nanoseconds; its index."""
@@ -62,14 +61,11 @@ class MemoryProgram:
 
     def at_least(self, name: str, left: Iterable[int], right: Iterable[int], constant: int = 0) -> None:
         """Row ``name``: sum of the columns ``left`` >= sum of the columns ``right`` + ``constant``."""
-        self.rows[name] = len(self.program.upper)
-        terms = [(c, 1.0) for c in left] + [(c, -1.0) for c in right]
-        self.program.row(terms, constant, INFINITY)
+        self._row(name, [(c, 1.0) for c in left] + [(c, -1.0) for c in right], constant, INFINITY)
 
     def at_most_one(self, name: str, columns: Iterable[int]) -> None:
         """Row ``name``: sum of ``columns`` <= 1."""
-        self.rows[name] = len(self.program.upper)
-        self.program.row([(c, 1.0) for c in columns], -INFINITY, 1)
+        self._row(name, [(c, 1.0) for c in columns], -INFINITY, 1)
 
     def memory_row(self, name: str, terms: Iterable[tuple[int, int]]) -> None:
         """Row ``name``: sum of column times bytes, over ``terms`` (column, bytes). Its limit is given at each solve."""
@@ -77,9 +73,11 @@ class MemoryProgram:
         for column, size in terms:
             sizes[column] = sizes.get(column, 0) + size
         self.memory[name] = sizes
+        self._row(name, [(c, size / self.unit) for c, size in sizes.items()], -INFINITY, INFINITY)
+
+    def _row(self, name: str, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
         self.rows[name] = len(self.program.upper)
-        self._whole[name] = all(size % self.unit == 0 for size in sizes.values())
-        self.program.row([(c, size / self.unit) for c, size in sizes.items()], -INFINITY, INFINITY)
+        self.program.row(terms, lower, upper)
 
     def solve(self, limits: Mapping[str, int], options: SolverOptions) -> Choice | None:
         """The solution of least time within ``limits`` (bytes per memory row); None if it is proven that none exists.
@@ -89,13 +87,13 @@ class MemoryProgram:
         """
         program, size = self.program, (len(self.program.lower), len(self.program.columns))
         for name, limit in limits.items():
-            program.upper[self.rows[name]] = limit_in_units(limit, self.unit, self._whole[name])
-        effort = Effort(options.name, options.threads, options.gap, options.time_limit, HIGHS_SETTINGS)
+            whole = all(size % self.unit == 0 for size in self.memory[name].values())
+            program.upper[self.rows[name]] = limit_in_units(limit, self.unit, whole)
         try:
             for _ in range(MAX_CUTS):
-                outcome = run(program, replace(effort, settings=(*HIGHS_SETTINGS, ("mip_max_nodes", MAX_NODES))))
+                outcome = run(program, options, None, (*HIGHS_SETTINGS, ("mip_max_nodes", MAX_NODES)))
                 if outcome.values is None and outcome.searched and not outcome.optimal:
-                    outcome = run(program, effort)
+                    outcome = run(program, options, None, HIGHS_SETTINGS)
                 if outcome.values is None and outcome.optimal:
                     return None
                 if outcome.values is None:
@@ -103,16 +101,14 @@ class MemoryProgram:
                 ones = frozenset(int(c) for c in (outcome.values > 0.5).nonzero()[0])
                 covers = self._overstepped(ones, limits)
                 if not covers:
-                    return Choice(ones, self._bound(outcome), outcome.optimal, outcome.searched)
+                    # Less 1e-6 units, 1e-9 of the time of all nodes, for the solver's tolerances.
+                    bound = max(0, ceil((outcome.bound - 1e-6) * self.time_unit))
+                    return Choice(ones, bound, outcome.optimal, outcome.searched)
                 for cover in covers:
                     program.row([(c, 1.0) for c in cover], -INFINITY, len(cover) - 1)
-        finally:
-            _truncate(program, *size)
+        finally:  # cover cuts hold for one set of limits only
+            program.truncate(*size)
         raise TimeoutError(f"none of {MAX_CUTS} solutions is within the limits in bytes")
-
-    def _bound(self, outcome: Outcome) -> int:
-        """The bound in nanoseconds, less 1e-6 units (1e-9 of the time of all nodes) for the solver's tolerances."""
-        return max(0, ceil((outcome.bound - 1e-6) * self.time_unit))
 
     def _overstepped(self, ones: frozenset[int], limits: Mapping[str, int]) -> list[list[int]]:
         covers = []
@@ -121,9 +117,3 @@ class MemoryProgram:
             if taken and sum(self.memory[name][c] for c in taken) > limit:
                 covers.append(taken)
         return covers
-
-
-def _truncate(program: IntegerProgram, rows: int, terms: int) -> None:
-    """Remove the rows and terms behind the first so many: cover cuts hold for one set of limits only."""
-    del program.starts[rows + 1 :], program.lower[rows:], program.upper[rows:]
-    del program.columns[terms:], program.values[terms:]

@@ -1,4 +1,7 @@
-"""Integer programs over 0/1 columns, and ``run``, which solves them with HiGHS or with any PuLP solver by name."""
+"""Integer programs over 0/1 columns, and ``run``, which solves them with HiGHS or with any PuLP solver by name.
+
+HiGHS is loaded when the first program is solved. Without it, everything that solves no program works.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from solvers.errors import ProblemError
-from solvers.milp import highs
+from solvers.errors import ProblemError, SolverError
+from solvers.milp.options import SolverOptions
 from solvers.work import Work
 
 INFINITY = float("inf")
@@ -61,6 +65,11 @@ class IntegerProgram:
         self.lower.append(lower)
         self.upper.append(upper)
 
+    def truncate(self, rows: int, terms: int) -> None:
+        """Remove the rows and terms behind the first so many."""
+        del self.starts[rows + 1 :], self.lower[rows:], self.upper[rows:]
+        del self.columns[terms:], self.values[terms:]
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -85,40 +94,68 @@ class Interrupted(KeyboardInterrupt):
         self.outcome = outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """Which solver runs, and for how long. ``gap``: relative to the objective. ``seconds``: wall time.
-
-    ``settings``: options of HiGHS by name, which other solvers ignore.
-    """
-
-    name: str = "HiGHS"
-    threads: int = 1
-    gap: float = 1e-4
-    seconds: float = 60.0
-    settings: tuple[tuple[str, float], ...] = ()
-
-
 def run(
     program: IntegerProgram,
-    effort: Effort,
+    options: SolverOptions,
     start: npt.NDArray[np.float64] | None = None,
+    settings: tuple[tuple[str, float], ...] = (),
 ) -> Outcome:
-    """Solve ``program``. ``start``: a known solution.
+    """Solve ``program``. HiGHS takes a known solution as ``start``, and ``settings``, which are options by name.
 
     Raises ``Interrupted`` after Ctrl-C, ``ProblemError`` if PuLP has no such solver, ``SolverError`` without HiGHS.
     """
     if not program.cost:
         feasible = all(lo <= 0 <= up for lo, up in zip(program.lower, program.upper, strict=True))
         return Outcome(np.zeros(0) if feasible else None, 0.0 if feasible else INFINITY, True, True)
-    if effort.name == "HiGHS":
-        return _run_highs(program, effort, start)
-    return _run_pulp(program, effort)
+    if options.name != "HiGHS":
+        return _run_pulp(program, options)
+    solver = _highs()()
+    limits = ("threads", options.threads), ("time_limit", options.time_limit), ("mip_rel_gap", options.gap)
+    for name, value in (*limits, *settings):
+        solver.setOptionValue(name, value)
+    solver.passModel(_model(program))
+    if start is not None:
+        solution = _highspy().HighsSolution()
+        solution.col_value = start.tolist()
+        solver.setSolution(solution)
+    interrupt = _wait(solver)
+    outcome = _outcome(solver, program)
+    if interrupt is not None:
+        raise Interrupted(outcome) from interrupt
+    return outcome
 
 
-def _model(program: IntegerProgram, effort: Effort) -> Any:
-    """HiGHS with ``program`` and the options of ``effort``."""
-    highspy = highs.load()
+def _highspy() -> Any:
+    """The package ``highspy``; ``SolverError`` if it is not installed.
+
+    Imported here because most runs need no solver: their plans are saved, or nothing has to be recomputed.
+    """
+    try:
+        import highspy
+    except ImportError as error:
+        raise SolverError(
+            "HiGHS is not installed: pip install highspy, or name another solver that PuLP has. "
+            "Saved plans, and budgets with which nothing is recomputed, need no solver."
+        ) from error
+    return highspy
+
+
+@cache
+def _highs() -> Any:
+    """The class ``highspy.Highs``, whose instances print nothing: from 1.16 on, it says its name when one is made."""
+    highspy = _highspy()
+
+    class Quiet(highspy.Highs):  # type: ignore[misc, name-defined]
+        def enableCallbacks(self) -> None:
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    return Quiet
+
+
+def _model(program: IntegerProgram) -> Any:
+    """``program`` as HiGHS takes it."""
+    highspy = _highspy()
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(program.cost), len(program.lower)
     lp.col_cost_ = np.array(program.cost)
@@ -130,37 +167,11 @@ def _model(program: IntegerProgram, effort: Effort) -> Any:
     lp.a_matrix_.start_ = np.array(program.starts, np.int32)
     lp.a_matrix_.index_ = np.array(program.columns, np.int32)
     lp.a_matrix_.value_ = np.array(program.values)
-    solver = highs.quiet()()
-    options = {
-        "threads": effort.threads,
-        "time_limit": effort.seconds,
-        "mip_rel_gap": effort.gap,
-    }
-    for name, value in (*options.items(), *effort.settings):
-        solver.setOptionValue(name, value)
-    solver.passModel(lp)
-    return solver
-
-
-def _run_highs(
-    program: IntegerProgram,
-    effort: Effort,
-    start: npt.NDArray[np.float64] | None,
-) -> Outcome:
-    solver = _model(program, effort)
-    if start is not None:
-        solution = highs.load().HighsSolution()
-        solution.col_value = start.tolist()
-        solver.setSolution(solution)
-    interrupt = _wait(solver)
-    outcome = _outcome(solver, program)
-    if interrupt is not None:
-        raise Interrupted(outcome) from interrupt
-    return outcome
+    return lp
 
 
 def _outcome(solver: Any, program: IntegerProgram) -> Outcome:
-    highspy, status, info = highs.load(), solver.getModelStatus(), solver.getInfo()
+    highspy, status, info = _highspy(), solver.getModelStatus(), solver.getInfo()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return Outcome(None, INFINITY, True, True)
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
@@ -200,16 +211,16 @@ def _wait(solver: Any) -> KeyboardInterrupt | None:
 
 def _solve(solver: Any) -> None:
     solver.run()
-    highs.load().Highs.resetGlobalScheduler(False)  # this thread's scheduler, since the thread ends
+    _highspy().Highs.resetGlobalScheduler(False)  # this thread's scheduler, since the thread ends
 
 
-def _run_pulp(program: IntegerProgram, effort: Effort) -> Outcome:
+def _run_pulp(program: IntegerProgram, options: SolverOptions) -> Outcome:
     """Run any PuLP solver. PuLP returns no dual bound, so the bound is 0 unless the solution is optimal."""
     import pulp  # here, since few ask for another solver than HiGHS
 
     available = pulp.listSolvers(onlyAvailable=True)
-    if effort.name not in available:
-        raise ProblemError(f"milp={effort.name!r} is not available; PuLP finds: {', '.join(available)}")
+    if options.name not in available:
+        raise ProblemError(f"milp={options.name!r} is not available; PuLP finds: {', '.join(available)}")
     model = pulp.LpProblem("program", pulp.LpMinimize)
     kinds = (pulp.LpContinuous, pulp.LpInteger)
     x = [model.add_variable(f"x{k}", 0, 1, kinds[flag]) for k, flag in enumerate(program.integer)]
@@ -225,7 +236,7 @@ def _run_pulp(program: IntegerProgram, effort: Effort) -> Outcome:
         # PuLP 3 ships CBC; the warning is about PuLP 4.
         warnings.filterwarnings("ignore", "PULP_CBC_CMD is deprecated", DeprecationWarning)
         solver = pulp.getSolver(
-            effort.name, msg=False, timeLimit=effort.seconds, gapRel=effort.gap, threads=effort.threads
+            options.name, msg=False, timeLimit=options.time_limit, gapRel=options.gap, threads=options.threads
         )
     model.solve(solver)
     if model.sol_status == pulp.LpSolutionInfeasible:
@@ -236,4 +247,4 @@ def _run_pulp(program: IntegerProgram, effort: Effort) -> Outcome:
     optimal = model.sol_status == pulp.LpSolutionOptimal
     objective = float(pulp.value(model.objective) or 0.0)
     values = np.array([float(v.varValue or 0.0) for v in x])
-    return Outcome(values, objective * (1 - effort.gap) if optimal else 0.0, optimal, optimal)
+    return Outcome(values, objective * (1 - options.gap) if optimal else 0.0, optimal, optimal)

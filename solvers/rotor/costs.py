@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from solvers.block.ilp import Option
+from solvers.block.block import Option
 from solvers.chain.costs import ChainCosts
 from solvers.chain.expand import Choose, choices
 from solvers.rotor.chain import Chain, Stage

@@ -13,9 +13,10 @@ Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000), with the number of checkp
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 
-from solvers.chain.revolve import Splits, binomial_splits
+from solvers.chain.revolve import binomial
 from solvers.chain.table import ChainTable
 from solvers.errors import InfeasibleError
 from solvers.rotor.chain import Chain
@@ -42,16 +43,16 @@ def persistent(chain: Chain, limit: int, slots: int) -> Sequence:
         return everything
     unit = max(1, limit // slots)
     table = ChainTable(costs_of(chain, unit), unit, int(_NOMINAL * slots))
-    steps, fitting = table.breakpoints(), list[Sequence]()
-    low, high = 0, len(steps)
-    while low < high:  # except for rounding, walked peaks grow with the nominal memory, so bisection finds it
-        middle = (low + high) // 2
-        sequence = Sequence(build(chain.length, table.choice, steps[middle]), name)
-        if walk_sequence(chain, sequence).peak <= limit:
+    fitting: list[Sequence] = []
+
+    def peak(m: int) -> int:
+        sequence = Sequence(build(chain.length, table.choice, m), name)
+        found = walk_sequence(chain, sequence).peak
+        if found <= limit:
             fitting.append(sequence)
-            low = middle + 1
-        else:
-            high = middle
+        return found
+
+    bisect_right(table.breakpoints(), limit, key=peak)  # walked peaks grow with the nominal memory, but for rounding
     if chain.length <= _LONG or not fitting:
         least = Sequence(of_least_memory(costs_of(chain)), name)
         fitting += [least, *sequential_sequences(chain), *_revolve_sequences(chain)]
@@ -92,20 +93,13 @@ def sequential_sequences(chain: Chain) -> Iterable[Sequence]:
 
 def _revolve_sequences(chain: Chain) -> Iterable[Sequence]:
     """One sequence for each useful number of checkpoints. With most of them, each stage runs twice at most."""
-    most = max(0, chain.length - 1)
-    splits = binomial_splits(chain.length, most)
-    return (revolve_sequence(chain, c, splits) for c in range(most + 1))
+    return (revolve_sequence(chain, c) for c in range(chain.length))
 
 
-def revolve_sequence(chain: Chain, checkpoints: int, splits: Splits | None = None) -> Sequence:
+def revolve_sequence(chain: Chain, checkpoints: int) -> Sequence:
     """Fewest forward runs when at most ``checkpoints`` values beside the input are stored at a time."""
-    splits, length = splits or binomial_splits(chain.length, checkpoints), chain.length
-
-    def choose(i: int, j: int, c: int) -> tuple[int | None, int, int]:
-        size = min(j, length - 1) - i + 1
-        return (0, i + 1, c) if size == 1 else (None, i + splits[c][size], max(0, c - 1))
-
-    return Sequence(build(length, choose, checkpoints), f"griewank({checkpoints} checkpoints)")
+    made = build(chain.length, binomial(chain.length), checkpoints)
+    return Sequence(made, f"griewank({checkpoints} checkpoints)")
 
 
 def _fastest(chain: Chain, limit: int, sequences: Iterable[Sequence]) -> Sequence:

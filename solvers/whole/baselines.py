@@ -56,14 +56,14 @@ def _rerun(staged: Staged, segment: list[int], kept: frozenset[int]) -> Reruns:
         if t and segment[t] != segment[t - 1]:
             here.clear()
         stage: set[int] = set()
-        left = list(staged.operations[t].reads) if t >= staged.first else []
+        left = list(staged.operations[t].reads)
         while left:
             d = left.pop()
             i = staged.owners[d]
             operation = staged.operations[i]
             if d in kept or i in here or i in stage or staged.held.issuperset(operation.makes):
                 continue
-            if operation.may_rerun(t):
+            if t in operation.stages:
                 stage.add(i)
                 left += operation.reads
         runs.append(sorted(stage))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from solvers.milp.milp import IntegerProgram
-from solvers.whole.segments import Segments, Useful
+from solvers.whole.segments import Segments
 from solvers.whole.stages import Cell, Timeline
 
 ONE, ZERO = -1, -2
 """Instead of the index of a column: the variable is known to be 1, or 0."""
+
+Key = int | tuple[int, int]
+"""A rerun: (k, i), of i in segment k; or k, that at p_k."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,6 @@ class Fixed:
     current: Timeline
     free: frozenset[int]
 
-    def live(self, d: int, at: Cell) -> int:
-        """``ONE`` if the schedule has d live at cell ``at``, made before it and read at it or later; else ``ZERO``."""
-        cells = self.current.cells
-        lives = any(cells[copy[0]] < at <= cells[copy[-1]] for copy in self.current.copies[d])
-        return ONE if lives else ZERO
-
     def reruns(self, i: int, makes: tuple[int, ...], low: Cell, high: Cell) -> list[Cell]:
         """The cells between ``low`` and ``high``, or at them if they are one, in which i, making ``makes``, reruns."""
         cells = self.current.cells
@@ -32,70 +29,67 @@ class Fixed:
         return [c for c in runs if (low < c < high or low == c == high) and c != (i, i)]
 
 
-@dataclass(frozen=True)
 class Columns:
-    """Where the program has the variables of the equations: the index of a column, or ``ONE`` or ``ZERO``.
+    """Where ``program`` has the variables of the equations: the index of a column, or ``ONE`` or ``ZERO``.
 
-    ``C[k, i]``: for operations that take less time where what they read was just made; ``C[k]``: that of p_k.
+    ``C``: for reruns that take less time where what they read was just made. ``time_unit``: nanoseconds per unit of the
+    program's cost. With ``fixed``, some operations only are decided.
     """
 
-    X: dict[tuple[int, int], int]
-    R: dict[tuple[int, int], int]
-    Q: dict[int, int]
-    S: dict[tuple[int, int], int]
-    C: dict[int | tuple[int, int], int]
+    def __init__(self, segments: Segments, fixed: Fixed | None) -> None:
+        self.segments, self.staged, self.fixed = segments, segments.staged, fixed
+        self.program = IntegerProgram()
+        self.time_unit = max(1.0, self.staged.eager_time / 1e4)
+        self.X: dict[tuple[int, int], int] = {}
+        self.R: dict[tuple[int, int], int] = {}
+        self.Q: dict[int, int] = {}
+        self.S: dict[tuple[int, int], int] = {}
+        self.C: dict[Key, int] = {}
+        for k in range(1, segments.count + 1):
+            self._add_position(k)
+        for k, again in enumerate(segments.again):
+            for i in again:
+                self.R[k, i] = self._rerun((k, i), i, segments.limits[k], segments.limits[k + 1])
+        for i, operation in enumerate(self.staged.operations):
+            if operation.rng and operation.rerun:
+                self._add_generator_states(i)
 
-    def later_reruns(self, segments: Segments, k: int, i: int) -> tuple[int, ...]:
-        """The variables of which one is 1 if operation i runs again at p_k or later."""
-        at = self.Q.get(k, ZERO) if segments.limits[k][1] == i else ZERO
-        return self.S.get((k + 1, i), ZERO), self.R.get((k, i), ZERO), at
-
-
-def add_columns(
-    program: IntegerProgram, segments: Segments, use: Useful, time_unit: float, fixed: Fixed | None
-) -> Columns:
-    """Add columns for all variables whose value is not known. A rerun costs its nanoseconds over ``time_unit``."""
-    staged = segments.staged
-    columns = Columns({}, {}, {}, {}, {})
-
-    def rerun(key: int | tuple[int, int], i: int, low: Cell, high: Cell) -> int:
-        operation = staged.operations[i]
-        if fixed is not None and i not in fixed.free:
-            return ONE if fixed.reruns(i, segments.makes[i], low, high) else ZERO
-        least = operation.least_time if operation.reads else operation.time
-        if least < operation.time and segments.reads[i]:
-            columns.C[key] = program.column((operation.time - least) / time_unit, integer=False)
-        return program.column(least / time_unit)
-
-    for k in range(1, segments.count + 1):
-        t, i = cell = segments.limits[k]
+    def _add_position(self, k: int) -> None:
+        """Q and X of p_k."""
+        segments, (t, i) = self.segments, self.segments.limits[k]
         if t != i:
-            columns.Q[k] = rerun(k, i, cell, cell)
+            self.Q[k] = self._rerun(k, i, (t, i), (t, i))
         needed = segments.reads[i] if t == i else ()
-        for d in sorted(use.alive[k]):
+        for d in sorted(segments.alive[k]):
             if d in needed:
-                columns.X[k, d] = ONE
-            elif fixed is None or staged.owners[d] in fixed.free:
-                columns.X[k, d] = program.column()
+                self.X[k, d] = ONE
+            elif self.fixed is None or self.staged.owners[d] in self.fixed.free:
+                self.X[k, d] = self.program.column()
             else:
-                columns.X[k, d] = fixed.live(d, cell)
-    for k, again in enumerate(use.again):
-        for i in again:
-            columns.R[k, i] = rerun((k, i), i, segments.limits[k], segments.limits[k + 1])
-    _add_generator_states(program, segments, columns)
-    return columns
+                self.X[k, d] = ONE if self.fixed.current.is_live(d, (t, i)) else ZERO
 
+    def _rerun(self, key: Key, i: int, low: Cell, high: Cell) -> int:
+        """R or Q, with its C."""
+        operation = self.staged.operations[i]
+        if self.fixed is not None and i not in self.fixed.free:
+            return ONE if self.fixed.reruns(i, self.segments.makes[i], low, high) else ZERO
+        least = operation.least_time if operation.reads else operation.time
+        if least < operation.time and self.segments.reads[i]:
+            self.C[key] = self.program.column((operation.time - least) / self.time_unit, integer=False)
+        return self.program.column(least / self.time_unit)
 
-def _add_generator_states(program: IntegerProgram, segments: Segments, columns: Columns) -> None:
-    """S[k,i] for all positions behind the first run of i. Continuous will do: its lower bounds are 0/1."""
-    for i, operation in enumerate(segments.staged.operations):
-        if not (operation.rng and operation.rerun):
-            continue
-        for k in range(segments.count, 0, -1):
-            if segments.limits[k] < (i, i):
+    def _add_generator_states(self, i: int) -> None:
+        """S for all positions behind the first run of i. Continuous will do: its lower bounds are 0/1."""
+        for k in range(self.segments.count, 0, -1):
+            if self.segments.limits[k] < (i, i):
                 break
-            later = columns.later_reruns(segments, k, i)
+            later = self.later_reruns(k, i)
             if ONE in later:
-                columns.S[k, i] = ONE
+                self.S[k, i] = ONE
             elif any(column >= 0 for column in later):
-                columns.S[k, i] = program.column(integer=False)
+                self.S[k, i] = self.program.column(integer=False)
+
+    def later_reruns(self, k: int, i: int) -> tuple[int, ...]:
+        """The variables of which one is 1 if operation i runs again at p_k or later."""
+        at = self.Q.get(k, ZERO) if self.segments.limits[k][1] == i else ZERO
+        return self.S.get((k + 1, i), ZERO), self.R.get((k, i), ZERO), at

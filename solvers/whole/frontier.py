@@ -7,6 +7,7 @@ smaller budget fits a larger one, so time never rises with the budget.
 from __future__ import annotations
 
 from solvers.curve import Frontier
+from solvers.pareto import front
 from solvers.solve import Request
 from solvers.whole.stages import Cell, Reruns, Staged, timeline
 from solvers.whole.whole_graph import StagedSolution, least_step, solve_staged
@@ -78,11 +79,6 @@ def frontier_staged(staged: Staged, request: Request) -> Frontier:
                 break
     except KeyboardInterrupt:
         pass
-    eager = sum(op.time for op in staged.operations) or 1
-    points: list[tuple[int, float]] = []
-    cheapest: int | None = None
-    for peak, cost, _ in sorted(curve.schedules):
-        if cheapest is None or cost < cheapest:
-            points.append((peak, cost / eager))
-            cheapest = cost
-    return Frontier(points[0][0], keep, tuple(points), min(low, points[0][0]))
+    eager = staged.eager_time or 1
+    points = tuple((peak, cost / eager) for peak, cost, _ in front(curve.schedules, lambda s: s[:2]))
+    return Frontier(points[0][0], keep, points, min(low, points[0][0]))

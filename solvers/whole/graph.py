@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from solvers.errors import ProblemError, check_whole
-from solvers.schedule import Del, Run, Schedule, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +77,3 @@ def topological(names: Sequence[object], edges: Iterable[tuple[int, int]]) -> li
     except nx.NetworkXUnfeasible:
         stuck = min(nx.find_cycle(graph))[0]
         raise ProblemError(f"the graph has a cycle through or before node {names[stuck]!r}") from None
-
-
-def graph_schedule(problem: GraphProblem, order: Iterable[int]) -> Schedule:
-    """The schedule that runs ``order`` and deletes each copy of an output right after its last read."""
-    needed: set[int] = set()
-    steps: list[Step] = []
-    for i in reversed(tuple(order)):
-        reads = problem.nodes[i].reads
-        steps.extend(Del(d) for d in reversed((*reads, i)) if d not in needed)
-        steps.append(Run(i))
-        needed.discard(i)
-        needed.update(reads)
-    return tuple(reversed(steps))

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from solvers.milp.milp import Effort, run
+from solvers.milp.milp import run
+from solvers.milp.options import SolverOptions
 from solvers.solve import Request
 from solvers.whole.columns import Fixed
-from solvers.whole.relaxation import Cover, relax
+from solvers.whole.relaxation import Cover, Relaxation
 from solvers.whole.relaxation_runs import overstepped, spell, start_values
 from solvers.whole.stages import Cell, Reruns, Staged, Timeline, peaks, timeline
 
@@ -84,8 +85,9 @@ class Neighbourhoods:
             left = deadline - request.seconds()
             if left <= 0:
                 return None
-            model = relax(staged, request.budget, positions, covers, Fixed(now, free))
-            outcome = run(model.program, Effort(request.milp, request.threads, 1e-3, left), start_values(model, now))
+            model = Relaxation(staged, request.budget, positions, covers, Fixed(now, free))
+            options = SolverOptions(request.milp, 1e-3, left, request.threads)
+            outcome = run(model.program, options, start_values(model, now))
             if outcome.values is None:
                 return None
             spelled = spell(model, outcome.values)

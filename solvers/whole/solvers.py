@@ -10,15 +10,10 @@ Each function imports what it calls: `import solvers` is to be quick, and traini
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from solvers.curve import Frontier
-from solvers.solve import KINDS, Answer, Kind, Request, register
+from solvers.solve import KINDS, Answer, Kind, Request, SolverFunction, register
 from solvers.whole.graph import GraphProblem
 from solvers.whole.walker import walk_graph
-
-if TYPE_CHECKING:
-    from solvers.whole.stages import Reruns
 
 CLASS = "in the fixed order of first runs, frontier-advancing"
 
@@ -33,71 +28,46 @@ def _frontier(problem: GraphProblem, request: Request) -> Frontier:
 KINDS[GraphProblem] = Kind(walk_graph, lambda problem: problem.eager_time, _frontier)
 
 
-def _answer(problem: GraphProblem, runs: Reruns) -> Answer:
-    from solvers.whole.stages import schedule_graph
+def _heuristic(name: str) -> SolverFunction:
+    """One of those that prove nothing."""
 
-    return Answer(schedule_graph(problem, runs))
+    def solver(problem: GraphProblem, request: Request) -> Answer:
+        from solvers.whole.baselines import recompute_all, sqrt_segments
+        from solvers.whole.repair import repair
+        from solvers.whole.stages import schedule_graph, staged_graph
 
+        staged = staged_graph(problem)
+        runs = {
+            "keep_all": staged.none,
+            "recompute_all": lambda: recompute_all(staged),
+            "sqrt": lambda: sqrt_segments(staged),
+            "greedy": lambda: repair(staged, request.budget, staged.none(), request.remaining),
+        }[name]()
+        if runs is None:
+            return Answer(None, reason="no drop of the heuristic reduces what exceeds the budget, or its time is up")
+        return Answer(schedule_graph(problem, runs))
 
-@register(GraphProblem, "keep_all")
-def _keep_all(problem: GraphProblem, request: Request) -> Answer:
-    from solvers.whole.stages import staged_graph
-
-    return _answer(problem, staged_graph(problem).none())
-
-
-@register(GraphProblem, "recompute_all")
-def _recompute_all(problem: GraphProblem, request: Request) -> Answer:
-    from solvers.whole.baselines import recompute_all
-    from solvers.whole.stages import staged_graph
-
-    return _answer(problem, recompute_all(staged_graph(problem)))
-
-
-@register(GraphProblem, "sqrt")
-def _sqrt(problem: GraphProblem, request: Request) -> Answer:
-    from solvers.whole.baselines import sqrt_segments
-    from solvers.whole.stages import staged_graph
-
-    return _answer(problem, sqrt_segments(staged_graph(problem)))
+    return solver
 
 
-@register(GraphProblem, "greedy")
-def _greedy(problem: GraphProblem, request: Request) -> Answer:
-    from solvers.whole.repair import repair
-    from solvers.whole.stages import staged_graph
+def _whole(hierarchical: bool) -> SolverFunction:
+    """The program of the whole graph; ``hierarchical``: as for ``solve_staged``."""
 
-    staged = staged_graph(problem)
-    runs = repair(staged, request.budget, staged.none(), request.remaining)
-    return (
-        Answer(None, reason="no drop of the heuristic reduces what exceeds the budget, or its time is up")
-        if runs is None
-        else _answer(problem, runs)
-    )
+    def solver(problem: GraphProblem, request: Request) -> Answer:
+        from solvers.whole.stages import schedule_graph, staged_graph
+        from solvers.whole.whole_graph import solve_staged
 
+        solution = solve_staged(staged_graph(problem), request, hierarchical=hierarchical)
+        bound = problem.eager_time + solution.bound
+        if solution.runs is None:
+            return Answer(None, bound, infeasible=solution.infeasible)
+        stopped = "stopped by Ctrl-C; the best so far " if solution.interrupted else ""
+        return Answer(schedule_graph(problem, solution.runs), bound, stopped + CLASS)
 
-def _whole(problem: GraphProblem, request: Request, hierarchical: bool) -> Answer:
-    from solvers.whole.stages import schedule_graph, staged_graph
-    from solvers.whole.whole_graph import solve_staged
-
-    solution = solve_staged(staged_graph(problem), request, hierarchical=hierarchical)
-    bound = problem.eager_time + solution.bound
-    if solution.runs is None:
-        return Answer(None, bound, infeasible=solution.infeasible)
-    stopped = "stopped by Ctrl-C; the best so far " if solution.interrupted else ""
-    return Answer(schedule_graph(problem, solution.runs), bound, stopped + CLASS)
+    return solver
 
 
-@register(GraphProblem, "checkmate")
-def _checkmate(problem: GraphProblem, request: Request) -> Answer:
-    return _whole(problem, request, hierarchical=False)
-
-
-@register(GraphProblem, "hierarchical")
-def _hierarchical(problem: GraphProblem, request: Request) -> Answer:
-    return _whole(problem, request, hierarchical=True)
-
-
-@register(GraphProblem, "auto")
-def _auto(problem: GraphProblem, request: Request) -> Answer:
-    return _checkmate(problem, request)
+for _name in ("keep_all", "recompute_all", "sqrt", "greedy"):
+    register(GraphProblem, _name)(_heuristic(_name))
+for _name in ("auto", "checkmate", "hierarchical"):
+    register(GraphProblem, _name)(_whole(_name == "hierarchical"))

@@ -10,15 +10,17 @@ must be kept follows from the reruns by liveness, so a solver decides on ``Rerun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
-from solvers.liveness import with_deletes
+from solvers.liveness import plain_steps, with_deletes
 from solvers.problem import Node, Problem
-from solvers.schedule import Bwd, Loss, Run, Schedule, Step
-from solvers.whole.graph import GraphProblem, graph_schedule
+from solvers.schedule import Run, Schedule, Step
+from solvers.whole.graph import GraphProblem
 
 Cell = tuple[int, int]
 Reruns = tuple[tuple[int, ...], ...]
@@ -32,27 +34,22 @@ MOST_NEW = 12
 class Operation:
     """One computation. ``own``: the most bytes that a run allocates, results included.
 
-    ``rng``: bytes of generator state, kept from the first run to the last. ``warm``: the time of a rerun in a stage
-    that made again all that it reads; None: the same ``time``. ``stages``: those in which it may run again; None: all.
+    ``least_time``: that of a rerun in a stage that made again all that it reads. ``stages``: those in which it may run
+    again. ``rng``: bytes of generator state, kept from the first run to the last.
     """
 
     time: int
+    least_time: int
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     own: int
-    rerun: bool = True
+    stages: range = range(0)
     rng: int = 0
-    warm: int | None = None
-    stages: range | None = None
 
     @property
-    def least_time(self) -> int:
-        """Nanoseconds that a run takes at least."""
-        return self.time if self.warm is None else self.warm
-
-    def may_rerun(self, stage: int) -> bool:
-        """Whether it may run again in ``stage``."""
-        return self.rerun and (self.stages is None or stage in self.stages)
+    def rerun(self) -> bool:
+        """Whether it may run again."""
+        return bool(self.stages)
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,6 @@ class Staged:
 
     ``base[t]``: bytes besides data and ``own`` while step t runs, those of gradients. ``before[t]``: the same while
     operations run again in stage t. Stages before ``first`` have no reruns. ``held`` data are never deleted.
-    ``for_speed``: operations that take less time than their readers may gain in all, if these run right after them.
-    ``rises[t]``: for steps that can delete several data, the bytes by which stage t+1 begins with more than step t
-    takes besides data.
     """
 
     operations: tuple[Operation, ...]
@@ -73,30 +67,39 @@ class Staged:
     before: tuple[int, ...]
     first: int = 0
     held: frozenset[int] = frozenset()
-    reads: tuple[frozenset[int], ...] = field(init=False)
-    rises: dict[int, int] = field(init=False)
-    for_speed: frozenset[int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        reads = tuple(frozenset(op.reads) for op in self.operations)
-        rises = {
-            t: self.before[t + 1] - self.base[t] - self.operations[t].own
-            for t in range(self.steps - 1)
-            if len(reads[t] - self.held) > 1
-        }
+    @cached_property
+    def reads(self) -> tuple[frozenset[int], ...]:
+        """What each operation reads."""
+        return tuple(frozenset(op.reads) for op in self.operations)
+
+    @cached_property
+    def rises(self) -> dict[int, int]:
+        """For steps t that can delete several data, the bytes by which stage t+1 begins with more than step t takes
+        besides data.
+        """
+        several = [t for t in range(self.steps - 1) if len(self.reads[t] - self.held) > 1]
+        rises = {t: self.before[t + 1] - self.base[t] - self.operations[t].own for t in several}
+        return {t: rise for t, rise in rises.items() if rise > 0}
+
+    @cached_property
+    def for_speed(self) -> frozenset[int]:
+        """Operations that take less time than their readers may gain in all, if these run right after them."""
         gains = [0] * len(self.operations)
         for op in self.operations:
             for i in {self.owners[d] for d in op.reads}:
                 gains[i] += op.time - op.least_time
-        for_speed = frozenset(i for i, op in enumerate(self.operations) if gains[i] > op.least_time)
-        object.__setattr__(self, "for_speed", for_speed)
-        object.__setattr__(self, "reads", reads)
-        object.__setattr__(self, "rises", {t: rise for t, rise in rises.items() if rise > 0})
+        return frozenset(i for i, op in enumerate(self.operations) if gains[i] > op.least_time)
 
     @property
     def steps(self) -> int:
         """The number of steps, which is that of operations and of stages."""
         return len(self.operations)
+
+    @property
+    def eager_time(self) -> int:
+        """The time of running every operation once."""
+        return sum(operation.time for operation in self.operations)
 
     def cells(self, runs: Sequence[Sequence[int]]) -> list[Cell]:
         """All cells that execute with ``runs``, in order."""
@@ -127,8 +130,8 @@ class Staged:
 def staged_graph(problem: GraphProblem) -> Staged:
     """A general graph: each node is an operation, and its output is its datum."""
     nodes, count = problem.nodes, len(problem.nodes)
-    operations = tuple(Operation(n.time, n.reads, (i,), n.size + n.transient) for i, n in enumerate(nodes))
-    return Staged(operations, tuple(n.size for n in nodes), tuple(range(count)), (0,) * count, (0,) * count)
+    own = (Operation(n.time, n.time, n.reads, (i,), n.size + n.transient, range(count)) for i, n in enumerate(nodes))
+    return Staged(tuple(own), tuple(n.size for n in nodes), tuple(range(count)), (0,) * count, (0,) * count)
 
 
 def staged_step(problem: Problem) -> Staged:
@@ -138,51 +141,36 @@ def staged_step(problem: Problem) -> Staged:
     the next one begins with. Elsewhere a deletion between them may set the peak, which ``memory`` counts, and the
     integer program of ``solvers.whole.relaxation`` does not.
     """
-    backwards = problem.backward_order()
-    operations = [
-        Operation(n.time, n.reads, n.makes, n.peak, n.rerun, n.rng, n.warm, _stages(n, len(problem.nodes), backwards))
-        for n in problem.nodes
-    ]
-    operations.append(Operation(0, tuple(sorted(problem.returned)), (), problem.loss, rerun=False))
-    base, before = [0] * len(operations), [0] * len(operations)
+    first, backwards = len(problem.nodes) + 1, problem.backward_order()
+
+    def stages(node: Node) -> range:
+        last, earliest = node.within or (len(problem.nodes), 0)
+        inside = [first + k for k, i in enumerate(backwards) if node.rerun and earliest <= i <= last]
+        return range(inside[0], inside[-1] + 1) if inside else range(0)
+
+    operations = [Operation(n.time, n.least_time, n.reads, n.makes, n.peak, stages(n), n.rng) for n in problem.nodes]
+    operations.append(Operation(0, 0, tuple(sorted(problem.returned)), (), problem.loss))
+    base, before = [0] * first, [0] * first
     for i in backwards:
         backward = problem.nodes[i].backward
         assert backward is not None
-        operations.append(Operation(backward.time, backward.reads, (), 0, rerun=False))
+        operations.append(Operation(backward.time, backward.time, backward.reads, (), 0))
         base.append(backward.peak)
         before.append(backward.before)
-    return Staged(
-        tuple(operations),
-        tuple(d.size for d in problem.data),
-        tuple(d.owner for d in problem.data),
-        tuple(base),
-        tuple(before),
-        first=len(problem.nodes) + 1,
-        held=problem.held,
-    )
-
-
-def _stages(node: Node, count: int, backwards: Sequence[int]) -> range | None:
-    """The stages of the backwards ``node.within``, which come after those of ``count`` nodes and the loss."""
-    if node.within is None:
-        return None
-    inside = [count + 1 + k for k, i in enumerate(backwards) if node.within[1] <= i <= node.within[0]]
-    return range(inside[0], inside[-1] + 1) if inside else range(0)
+    sizes, owners = tuple(d.size for d in problem.data), tuple(d.owner for d in problem.data)
+    return Staged(tuple(operations), sizes, owners, tuple(base), tuple(before), first, problem.held)
 
 
 def schedule_graph(problem: GraphProblem, runs: Reruns) -> Schedule:
     """``runs`` as a schedule."""
-    return graph_schedule(problem, (i for _, i in staged_graph(problem).cells(runs)))
+    return with_deletes(problem, (Run(i) for t, stage in enumerate(runs) for i in (*stage, t)))
 
 
 def schedule_step(problem: Problem, runs: Reruns) -> Schedule:
     """``runs`` of ``staged_step(problem)`` as a schedule."""
-    count = len(problem.nodes)
-    last: list[Step] = [*(Run(i) for i in range(count)), Loss(), *(Bwd(i) for i in problem.backward_order())]
     order: list[Step] = []
-    for t, stage in enumerate(runs):
-        order += [Run(i) for i in stage]
-        order.append(last[t])
+    for stage, step in zip(runs, plain_steps(problem), strict=True):
+        order += [*map(Run, stage), step]
     return with_deletes(problem, order)
 
 
@@ -220,6 +208,10 @@ class Timeline:
     def peak(self) -> int:
         """Bytes."""
         return int(self.memory.max()) if len(self.cells) else 0
+
+    def is_live(self, d: int, at: Cell) -> bool:
+        """Whether a copy of d, made before cell ``at``, is read at it or later."""
+        return any(self.cells[copy[0]] < at <= self.cells[copy[-1]] for copy in self.copies[d])
 
 
 def timeline(staged: Staged, runs: Sequence[Sequence[int]]) -> Timeline:
@@ -294,15 +286,8 @@ def _add_generator_states(staged: Staged, cells: Sequence[Cell], change: list[in
 
 def peaks(spread: Timeline, budget: int, most: int = MOST_NEW) -> list[Cell]:
     """For each stretch of cells above ``budget`` bytes, the cell with most memory; the ``most`` worst of these."""
-    above = spread.memory > budget
     worst: list[tuple[int, Cell]] = []
-    start = None
-    for p in range(len(spread.cells) + 1):
-        inside = p < len(spread.cells) and above[p]
-        if inside and start is None:
-            start = p
-        if not inside and start is not None:
-            top = start + int(spread.memory[start:p].argmax())
-            worst.append((int(spread.memory[top]), spread.cells[top]))
-            start = None
+    for above, stretch in groupby(zip(spread.memory.tolist(), spread.cells, strict=True), lambda x: x[0] > budget):
+        if above:
+            worst.append(max(stretch, key=lambda x: x[0]))
     return [cell for _, cell in sorted(worst, reverse=True)[:most]]

@@ -28,7 +28,7 @@ def all_runs(staged: Staged) -> Iterator[Reruns]:
     """Every way to rerun operations, each at most once a stage, in order."""
     stages = []
     for t in range(staged.steps):
-        again = [i for i in range(t) if staged.operations[i].may_rerun(t)] if t >= staged.first else []
+        again = [i for i in range(t) if t in staged.operations[i].stages]
         stages.append(list(chain.from_iterable(combinations(again, k) for k in range(len(again) + 1))))
     return product(*stages)
 

@@ -26,11 +26,10 @@ from solvers import (
     walk,
     with_deletes,
 )
-from solvers.block.block import Reruns, block_view, figures
+from solvers.block.block import Reruns, block_view, option
 from solvers.block.closure import ClosureModel
-from solvers.block.contract import leaders
 from solvers.block.ilp import least_peak
-from solvers.block.ilp_model import StagedModel
+from solvers.block.ilp_model import StagedModel, leaders
 from solvers.block.useful import useful_nodes
 
 EXACT = SolverOptions(gap=0.0)
@@ -87,8 +86,8 @@ def assert_optimal(problem: Problem, merge: bool) -> None:
     for save, peak in [*points[:: max(1, len(points) // 8)], (0, 0)]:
         best = min((time for s, _, p, time in every if s <= save and p <= peak), default=None)
         solved = model.solve(save, peak, EXACT)
-        assert (solved.figures.time if solved else None) == best
-        assert solved is None or (solved.optimal and solved.bound == best)
+        assert (solved.option.time if solved else None) == best
+        assert solved is None or (solved.option.optimal and solved.option.bound == best)
 
 
 @settings(deadline=None, max_examples=60)
@@ -125,7 +124,7 @@ def test_a_solution_that_is_just_within() -> None:
     model = StagedModel(block_view(problem, problem.blocks[0]), merge=False)
     solved = model.solve(2 * size + 1, 6 * size + 12, EXACT)
     assert solved is not None
-    assert solved.figures.time == 2
+    assert solved.option.time == 2
 
 
 @settings(deadline=None, max_examples=100)
@@ -164,7 +163,7 @@ def test_options_are_a_pareto_set_with_both_ends(problem: Problem) -> None:
                 and k.backward_peak <= o.backward_peak
                 for k in options
             )
-            assert figures(block_view(problem, block), o.runs).save == o.save
+            assert option(block_view(problem, block), o.runs).save == o.save
 
 
 @pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated:DeprecationWarning")
@@ -172,12 +171,12 @@ def test_options_are_a_pareto_set_with_both_ends(problem: Problem) -> None:
 def test_other_solvers_by_name(name: str) -> None:
     problem = gpt_chain(1)
     view = block_view(problem, problem.blocks[0])
-    keep = figures(view, ((),) * len(view.stages))
+    keep = option(view, view.no_runs)
     answers = []
     for solver in ("HiGHS", name):
         solved = StagedModel(view).solve(keep.save // 5, keep.backward_peak, SolverOptions(solver, gap=0.0))
-        assert solved and solved.optimal
-        answers.append(solved.figures.time)
+        assert solved and solved.option.optimal
+        answers.append(solved.option.time)
     assert answers[0] == answers[1]
 
 
@@ -187,11 +186,12 @@ def test_without_a_limit_on_the_peak_all_models_agree(problem: Problem) -> None:
     view = block_view(problem, problem.blocks[0])
     assume(view.stages)
     closure, merged, whole = ClosureModel(view), StagedModel(view), StagedModel(view, merge=False)
+    anything = 1000 * (sum(view.sizes) + sum(n.peak for n in view.nodes) + sum(s.peak for s in view.stages))
     for save in sorted({0, sum(view.sizes) // 3, sum(view.sizes)}):
         best = closure.solve(save, EXACT)
-        assert best.figures.save <= save
-        assert best.bound == best.figures.time
+        assert best.option.save <= save
+        assert best.option.bound == best.option.time
         for model in (merged, whole):
-            solved = model.solve(save, None, EXACT)
+            solved = model.solve(save, anything, EXACT)
             assert solved
-            assert solved.figures.time == best.figures.time
+            assert solved.option.time == best.option.time
