@@ -227,16 +227,25 @@ def test_no_meter_sees_that_moments_are_marked() -> None:
         timeline.mark()
     moments = timeline.close()
     assert seen.names == ["aten.ones.default"]
-    assert moments == [Moment(0, 4000), Moment(4000, 4000), Moment(0, 0)]
-    window = cpu.window(torch.device("cpu"))
-    assert window is not None
-    with Seen() as seen:
-        window.begin()
-        kept = torch.ones(1000)
-        window.mark()
-        more = torch.ones(500)
-    assert window.close() == (4000, 4000, 6000)
-    assert len(seen.names) == 2
+    assert moments == [Moment(0, 4000, 0), Moment(4000, 4000, 4000), Moment(0, 0, 0)]
+
+
+def test_what_is_allocated_in_a_pause_does_not_count() -> None:
+    before = torch.ones(100)
+    timeline = Cpu().timeline(torch.device("cpu"))
+    assert timeline is not None
+    given = torch.ones(300)
+    timeline.mark()
+    kept = torch.ones(1000)
+    timeline.pause()
+    others = torch.ones(5000)
+    timeline.resume()
+    del others, given, before
+    more = torch.ones(500)
+    timeline.mark()
+    expected = [Moment(0, 4000, 0), Moment(4000, 4800, 4000), Moment(4800, 4800, 6000)]
+    assert timeline.close() == expected, "what was there before the recording is not seen to go"
+    assert timeline.marks == 3
     del kept, more
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rkgb.device import device_in_use, kind_of
-from rkgb.device.kind import Measured, Phase, Timeline, Window
+from rkgb.device.kind import Measured, Phase, Timeline
 from rkgb.errors import MeasureError, PlanWanted
 from rkgb.storages import storage_key
 
@@ -95,11 +95,6 @@ def measure_phases(phases: Sequence[Phase], device: torch.device) -> tuple[Any, 
     """
     with _measuring(device):
         return kind_of(device).measured(phases, device)
-
-
-def window(device: torch.device) -> Window | None:
-    """A ``Window`` on the allocator of ``device``; None during a measurement or a session of torch's profiler."""
-    return None if _measurers else kind_of(device).window(device)
 
 
 def timeline(device: torch.device) -> Timeline | None:

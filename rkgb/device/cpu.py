@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from rkgb.device.kind import PRECISE, Kind, Measured, Phase, Setting, Timeline, Window, setting_of_precision
-from rkgb.device.profiled import ProfiledTimeline, ProfiledWindow, profiled
+from rkgb.device.kind import PRECISE, Kind, Measured, Phase, Setting, Timeline, measured_by, setting_of_precision
+from rkgb.device.profiled import ProfiledTimeline
 from rkgb.device.roofline import UNKNOWN, Roofline
 from rkgb.errors import MeasureError
 from rkgb.warn import warn
@@ -59,16 +59,13 @@ class Cpu(Kind):
             )
 
     def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
-        return profiled(phases)
+        return measured_by(ProfiledTimeline(), phases)
 
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
         raise MeasureError(
             f"reserved memory was asked for on {device}, whose allocator keeps none: what is released goes back to the "
             "system. Measure without reserved=True, or give the device of the model"
         )
-
-    def window(self, device: torch.device) -> Window | None:
-        return None if torch._C._autograd._profiler_enabled() else ProfiledWindow()
 
     def timeline(self, device: torch.device) -> Timeline | None:
         return None if torch._C._autograd._profiler_enabled() else ProfiledTimeline()

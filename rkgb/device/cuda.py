@@ -16,7 +16,7 @@ from rkgb.device.kind import (
     Phase,
     Setting,
     Timeline,
-    Window,
+    measured_by,
     precision,
     setting_of_precision,
 )
@@ -116,16 +116,7 @@ class Cuda(Kind):
         return roofline_of(torch.cuda.get_device_name(device), dtype, tf32)
 
     def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
-        what = self._counted()
-        results: list[Any] = [None]
-        found = []
-        for phase in phases:
-            before = self._begin(what, device)
-            results.append(phase(results.pop()))
-            torch.cuda.synchronize(device)
-            after = torch.cuda.memory_stats(device)
-            found.append(Measured(*(after.get(f"{what}.all.{x}", 0) - before for x in ("peak", "current"))))
-        return results.pop(), found
+        return measured_by(_StatisticsTimeline(self, device), phases)
 
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.synchronize(device)
@@ -134,9 +125,6 @@ class Cuda(Kind):
         function()
         torch.cuda.synchronize(device)
         return int(torch.cuda.memory_stats(device).get("reserved_bytes.all.peak", 0) - before)
-
-    def window(self, device: torch.device) -> Window:
-        return _StatisticsWindow(self, device)
 
     def timeline(self, device: torch.device) -> Timeline:
         return _StatisticsTimeline(self, device)
@@ -204,65 +192,41 @@ class Cuda(Kind):
             self.first_use(multiply, device)
 
 
-class _StatisticsWindow(Window):
-    """A window by the allocator's statistics; it resets their peak."""
-
-    def __init__(self, kind: Cuda, device: torch.device) -> None:
-        self.kind, self.device, self.what = kind, device, kind._counted()
-        self.before = 0
-        self.seen: tuple[int, int] | None = None  # peak and level at the second moment
-        self.paused = 0, 0  # peak until the pause, and level at it
-        self.most = self.at_pauses = 0  # the most of such peaks, and of such levels
-
-    def begin(self) -> None:
-        self.before = self.kind._begin(self.what, self.device)
-
-    def mark(self) -> None:
-        now = torch.cuda.memory_stats(self.device)
-        peak, level = now.get(f"{self.what}.all.peak", 0), now.get(f"{self.what}.all.current", 0)
-        self.seen = max(0, self.most, peak - self.before), max(0, level - self.before)
-
-    def pause(self) -> None:
-        now = torch.cuda.memory_stats(self.device)
-        self.paused = now.get(f"{self.what}.all.peak", 0) - self.before, now.get(f"{self.what}.all.current", 0)
-        if self.seen is None:
-            self.at_pauses = max(self.at_pauses, self.paused[1] - self.before)
-
-    def resume(self) -> None:
-        peak, level = self.paused
-        self.most = max(self.most, peak)
-        self.before += self.kind._begin(self.what, self.device) - level
-
-    def close(self) -> tuple[int, int, int] | None:
-        if self.seen is None:
-            return None
-        now = torch.cuda.memory_stats(self.device).get(f"{self.what}.all.current", 0)
-        return *self.seen, max(0, now - self.before)
-
-
 class _StatisticsTimeline(Timeline):
     """A timeline by the allocator's statistics; it resets their peak at each moment."""
 
     def __init__(self, kind: Cuda, device: torch.device) -> None:
         self.kind, self.device, self.what = kind, device, kind._counted()
-        self.levels: list[int] = []
-        self.peaks: list[int] = []
-
-    def _peak(self) -> int:
-        return int(torch.cuda.memory_stats(self.device).get(f"{self.what}.all.peak", 0))
+        self.marks = 0
+        self.found: list[list[int]] = []  # of each moment its level, and the peak
+        self.beside = 0  # bytes that pauses have left
+        self.paused = False
 
     def mark(self) -> None:
         torch.cuda.synchronize(self.device)
-        if self.levels:
-            self.peaks.append(self._peak())
-        self.levels.append(self.kind._begin(self.what, self.device))
+        self._see_peak()
+        level = self.kind._begin(self.what, self.device) - self.beside
+        self.found.append([level, level])
+        self.marks += 1
+
+    def pause(self) -> None:
+        self.mark()
+        self.paused = True
+
+    def resume(self) -> None:
+        level = self.kind._begin(self.what, self.device) - self.beside
+        self.beside += level - self.found[-1][0]
+        self.paused = False
+
+    def _see_peak(self) -> None:
+        if self.found and not self.paused:
+            peak = int(torch.cuda.memory_stats(self.device).get(f"{self.what}.all.peak", 0)) - self.beside
+            self.found[-1][1] = max(self.found[-1][1], peak)
 
     def close(self) -> list[Moment] | None:
-        if not self.levels:
-            return []
-        self.peaks.append(self._peak())
-        first = self.levels[0]
-        return [Moment(level - first, peak - first) for level, peak in zip(self.levels, self.peaks, strict=True)]
+        self._see_peak()
+        first = self.found[0][0] if self.found else 0
+        return [Moment(level - first, peak - first, max(0, level - first)) for level, peak in self.found]
 
 
 class _InBackward(torch.autograd.Function):

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from math import inf
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,42 +33,6 @@ def setting_of_precision(backend: str, operations: str) -> Setting:
     return Setting(partial(precision, backend, operations), partial(write, backend, operations))
 
 
-class Window(ABC):
-    """Measures what any code allocates and releases between two moments, ``begin`` and ``mark``.
-
-    Open it before any memory is allocated that may be released between the moments. Call ``close`` in the thread that
-    opened it, and not within a backward. ``at_pauses``: the most bytes that were new when it was paused between the
-    moments; known when it is closed.
-    """
-
-    at_pauses: int
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Mark the first moment."""
-
-    @abstractmethod
-    def mark(self) -> None:
-        """Mark the second moment."""
-
-    @abstractmethod
-    def pause(self) -> None:
-        """What comes from now on is not measured."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """What comes from now on is."""
-
-    @abstractmethod
-    def close(self) -> tuple[int, int, int] | None:
-        """(peak, new, left) in bytes, or None if ``mark`` was never called.
-
-        ``peak``: the most above the level of the first moment. ``new``: allocated since the first moment and still
-        there at the second. ``left``: the same, still there now. A kind that cannot tell the last two gives the change
-        of the level instead.
-        """
-
-
 Phase = Callable[[Any], Any]
 """A part of what is measured, which gets the result of the part before."""
 
@@ -80,25 +45,54 @@ class Measured(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """``level``: bytes above the level of the first moment. ``peak``: the most above it until the next moment."""
+    """``level``: bytes above the level of the first moment. ``peak``: the most above it until the next moment. ``new``:
+    bytes allocated since the first moment, and outside of pauses, that are still there; a kind that cannot tell these
+    gives the change of the level.
+    """
 
     level: int
     peak: int
+    new: int = 0
 
 
 class Timeline(ABC):
-    """Measures how much any code has allocated at each of several moments. Open it before the first of them.
+    """Measures how much any code has allocated at each of several moments.
 
-    Call ``close`` in the thread that opened it, and not within a backward.
+    Open it before the first of them, and before any memory is allocated that may be released between them. Call
+    ``close`` in the thread that opened it, and not within a backward. ``marks``: how many moments there were.
     """
+
+    marks: int
 
     @abstractmethod
     def mark(self) -> None:
         """Mark a moment."""
 
     @abstractmethod
+    def pause(self) -> None:
+        """Mark a moment; what comes from now on is not measured."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """What comes from now on is."""
+
+    @abstractmethod
     def close(self) -> list[Moment] | None:
         """All moments, in order; None if some are missing from the recording."""
+
+
+def measured_by(timeline: Timeline, phases: Sequence[Phase]) -> tuple[Any, list[Measured]]:
+    """``Kind.measured``, by an open ``timeline``."""
+    results: list[Any] = [None]
+    try:
+        for phase in phases:
+            timeline.mark()
+            results.append(phase(results.pop()))
+        timeline.mark()
+    finally:
+        moments = timeline.close()
+    pairs = pairwise(moments or [])
+    return results.pop(), [Measured(a.peak - a.level, b.level - a.level) for a, b in pairs]
 
 
 class Kind(ABC):
@@ -144,10 +138,6 @@ class Kind(ABC):
     @abstractmethod
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
         """The most bytes that the allocator reserves for ``function``. Raises ``MeasureError`` if it reserves none."""
-
-    @abstractmethod
-    def window(self, device: torch.device) -> Window | None:
-        """An open window; None if the allocator cannot be watched now."""
 
     @abstractmethod
     def timeline(self, device: torch.device) -> Timeline | None:

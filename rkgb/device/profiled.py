@@ -5,22 +5,19 @@ The profiler does not report the release of a block that was allocated before th
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
 
-from rkgb.device.kind import Measured, Moment, Phase, Timeline, Window
+from rkgb.device.kind import Moment, Timeline
 
 # The profiler announces each session on stderr; it reads this level at its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-_BEGIN, _MARK, _PAUSE, _RESUME = (f"rockmate: {what}" for what in ("begin", "mark", "pause", "resume"))
+_MARK, _PAUSE, _RESUME = _MARKS = tuple(f"rockmate: {what}" for what in ("mark", "pause", "resume"))
 """Events of these names mark moments among those of the allocator. They take no memory, and no dispatcher sees them."""
-_MARKS = (_BEGIN, _MARK, _PAUSE, _RESUME)
 
 
 def _mark(name: str = _MARK) -> None:
@@ -28,52 +25,11 @@ def _mark(name: str = _MARK) -> None:
         return
 
 
-def profiled(phases: Sequence[Phase]) -> tuple[Any, list[Measured]]:
-    """``Kind.measured``, by one profiler session; marks lie around the phases."""
-    results: list[Any] = [None]
-    with profile(use_cpu=True, profile_memory=True) as prof:
-        for phase in phases:
-            _mark()
-            results.append(phase(results.pop()))
-        _mark()
-    moments = _moments(events(prof))
-    return results.pop(), [Measured(a.peak - a.level, b.level - a.level) for a, b in itertools.pairwise(moments)]
-
-
-class ProfiledWindow(Window):
-    """A window by a profiler session.
+class ProfiledTimeline(Timeline):
+    """A timeline by a profiler session.
 
     The session must not end inside a backward: autograd would start it again when the backward ends.
     """
-
-    def __init__(self) -> None:
-        self.marked, self.at_pauses = False, 0
-        self.session = profile(use_cpu=True, profile_memory=True)
-        self.session.__enter__()
-
-    def begin(self) -> None:
-        _mark(_BEGIN)
-
-    def mark(self) -> None:
-        self.marked = True
-        _mark()
-
-    def pause(self) -> None:
-        _mark(_PAUSE)
-
-    def resume(self) -> None:
-        _mark(_RESUME)
-
-    def close(self) -> tuple[int, int, int] | None:
-        self.session.__exit__(None, None, None)
-        if not self.marked:
-            return None
-        found, self.at_pauses = _between_marks(_without_pauses(events(self.session)))
-        return found
-
-
-class ProfiledTimeline(Timeline):
-    """A timeline by a profiler session."""
 
     def __init__(self) -> None:
         self.marks = 0
@@ -84,6 +40,13 @@ class ProfiledTimeline(Timeline):
         self.marks += 1
         _mark()
 
+    def pause(self) -> None:
+        self.marks += 1
+        _mark(_PAUSE)
+
+    def resume(self) -> None:
+        _mark(_RESUME)
+
     def close(self) -> list[Moment] | None:
         self.session.__exit__(None, None, None)
         moments = _moments(events(self.session))
@@ -91,55 +54,30 @@ class ProfiledTimeline(Timeline):
 
 
 def _moments(recorded: list[tuple[int, int, int]]) -> list[Moment]:
-    """The moments that marks stand for among ``recorded`` events."""
-    blocks: dict[int, int] = {}
+    """The moments that marks stand for among ``recorded`` events.
+
+    Blocks that were allocated in a pause do not count, whenever they are released.
+    """
+    blocks: dict[int, tuple[int, bool]] = {}  # bytes, and whether they are new
     moments: list[list[int]] = []
-    level = 0
+    level = new = 0
+    paused = False
     for _, address, size in recorded:
-        if size == 0:
-            moments.append([level, level])
-        elif size > 0:
-            level += size - blocks.pop(address, 0)
-            blocks[address] = size
+        if size:
+            before, counted = blocks.pop(address, (0, False))
+            level, new = level - before, new - before * counted
+            if size > 0 and not paused:
+                blocks[address] = size, bool(moments)
+                level, new = level + size, new + size * bool(moments)
+        elif _MARKS[address] == _RESUME:
+            paused = False
         else:
-            level -= blocks.pop(address, 0)
+            paused = paused or _MARKS[address] == _PAUSE
+            moments.append([level, level, new])
         if moments:
             moments[-1][1] = max(moments[-1][1], level)
     first = moments[0][0] if moments else 0
-    return [Moment(level - first, peak - first) for level, peak in moments]
-
-
-def _without_pauses(recorded: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The events without those of blocks that were allocated in a pause."""
-    found: list[tuple[int, int, int]] = []
-    made: set[int] = set()  # addresses of blocks that pauses made
-    pauses = False
-    for event in recorded:
-        _, address, size = event
-        if size == 0:
-            pauses = _MARKS[address] == _PAUSE if _MARKS[address] in (_PAUSE, _RESUME) else pauses
-            found.append(event)
-        elif size > 0 and pauses:
-            made.add(address)
-        elif size < 0 and address in made:
-            made.discard(address)
-        else:
-            found.append(event)
-    return found
-
-
-def _between_marks(recorded: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int] | None, int]:
-    """What ``Window.close`` returns, and ``Window.at_pauses``, from the ``recorded`` events."""
-    marks = [(k, address) for k, (_, address, size) in enumerate(recorded) if size == 0]
-    start, end = (next((k for k, which in marks if _MARKS[which] == mark), -1) for mark in (_BEGIN, _MARK))
-    if start < 0 or end < 0:
-        return None, 0
-    pauses = (k for k, which in marks if _MARKS[which] == _PAUSE and start < k < end)
-    at_pauses = max((replay(recorded[start + 1 : k])[1] for k in pauses), default=0)
-    between, later = recorded[start + 1 : end], recorded[end + 1 :]
-    _, before = replay(recorded[:start])
-    peak, _ = replay(recorded[:start] + between, start)
-    return (max(0, peak - before), replay(between)[1], replay(between + later)[1]), at_pauses
+    return [Moment(level - first, peak - first, new) for level, peak, new in moments]
 
 
 def events(prof: profile) -> list[tuple[int, int, int]]:
@@ -159,17 +97,3 @@ def events(prof: profile) -> list[tuple[int, int, int]]:
             recorded.append((event.start_time_ns, _MARKS.index(event.name), 0))
     recorded.sort(key=lambda e: e[0])
     return recorded
-
-
-def replay(recorded: list[tuple[int, int, int]], start: int = 0) -> tuple[int, int]:
-    """(peak, level at the end) in bytes; the peak counts from event ``start`` on."""
-    blocks: dict[int, int] = {}
-    level = peak = 0
-    for k, (_, address, size) in enumerate(recorded):
-        level -= blocks.pop(address, 0) if size else 0
-        if size > 0:
-            blocks[address] = size
-            level += size
-        if k >= start:
-            peak = max(peak, level)
-    return peak, level

@@ -65,8 +65,7 @@ def _as_observed(
     wanted = observer.planned_for(supposed(planner.graphs.S.d))
     now = plan.graph.usage
     fewer = dataclasses.replace(wanted, held=wanted.held & now.held, attached=wanted.attached & now.attached)
-    problem: InfeasibleBudgetError | None = None
-    refused = planner  # that has the problem
+    failed: list[tuple[InfeasibleBudgetError, Planner]] = []
     for usage in dict.fromkeys((wanted, fewer)):
         try:
             seen = planner.for_usage(model, inputs, usage, observer.room, observer.unsure)
@@ -79,27 +78,29 @@ def _as_observed(
         try:
             found = _plan_for(seen, plan, budget)
         except InfeasibleBudgetError as error:
-            if problem is None:
-                problem, refused = error, seen
+            failed.append((error, seen))
             continue
-        if problem is not None and not observer.unsure:
-            observer.refused = refused
+        if failed and not observer.unsure:
+            problem, observer.refused = failed[0]
             warn(f"{_HELD}{problem}", BudgetWarning)
         if found is None:
             return runnable
         return dataclasses.replace(runnable, planner=seen, plan=found, program=program_of(found))
-    if problem is not None and (terms.budget, terms.settled) != before:
+    problem, refused = failed[0]
+    if (terms.budget, terms.settled) != before:
         terms.budget, terms.settled = before
         return _as_observed(runnable, observer, model, inputs, terms, settles=False)
-    if budget < plan.budget and problem is not None and not observer.unsure:
+    if budget < plan.budget and not observer.unsure:
         return _least_of(runnable, observer, refused, problem, terms)
     if budget < plan.budget or observer.unsure or not _asks_for_more(wanted, observer.room, plan):
         return runnable  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
-    assert problem is not None
     if _share_has_grown(plan, planner, refused, terms):
         return _as_observed(runnable, observer, model, inputs, terms, settles=False)
     observer.refused = refused
-    _refuse(problem, terms)
+    said = f"{_OTHERWISE}{problem}"
+    if not terms.least:
+        raise InfeasibleBudgetError(said, problem.min_budget)
+    warn(said, BudgetWarning)
     return runnable
 
 
@@ -120,13 +121,6 @@ def _share_has_grown(plan: Plan, planner: Planner, seen: Planner, terms: Terms) 
     if plan.room.outputs is None:
         terms.settle_again(planner, seen)
     return terms.budget != before
-
-
-def _refuse(problem: InfeasibleBudgetError, terms: Terms) -> None:
-    """A loss took more than any plan has room for: raise ``InfeasibleBudgetError``; if the least is wanted, warn."""
-    if not terms.least:
-        raise InfeasibleBudgetError(f"{_OTHERWISE}{problem}", problem.min_budget)
-    warn(f"{_OTHERWISE}{problem}", BudgetWarning)
 
 
 def _plan_for(seen: Planner, plan: Plan, budget: int) -> Plan | None:

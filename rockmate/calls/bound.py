@@ -30,25 +30,23 @@ class Results:
         self._numbers: list[tuple[int, Any]] = []  # positions of arguments that are numbers: what they are called
         self._counts: dict[Any, int] = {}  # different expressions, which numbers of elements follow from: their places
         self._allocated: list[tuple[int, int]] = []  # of results with memory of their own: the place, bytes an element
-        known: set[int] = set()
         captured = 0  # bytes, at the sizes of the capture
         for k, node in enumerate(program.graph.find_nodes(op="placeholder")):
             example = node.meta.get("example_value")
             if isinstance(example, torch.SymInt):
                 self._numbers.append((k, example.node.expr))
         nodes = [n for graph in graphs_within(program) for n in graph.graph.nodes]
-        given = (n.meta.get("example_value") for n in nodes if n.op == "placeholder")
-        known.update(_storage(t) for example in given for t in tensors_in(example))
-        for node in nodes:
-            if node.op != "placeholder":
-                for t in tensors_in(node.meta.get("example_value")):
-                    count: Any = t.numel()
-                    expression = count.node.expr if isinstance(count, torch.SymInt) else count
-                    place = self._counts.setdefault(expression, len(self._counts))
-                    if _storage(t) not in known:
-                        known.add(_storage(t))
-                        captured += t.dtype.itemsize * _as_captured(count)
-                        self._allocated.append((place, t.dtype.itemsize))
+        given = [n.meta.get("example_value") for n in nodes if n.op == "placeholder"]
+        made = [n.meta.get("example_value") for n in nodes if n.op != "placeholder"]
+        known = {_storage(t) for t in tensors_in(given)}
+        for t in tensors_in(made):
+            count: Any = t.numel()
+            expression = count.node.expr if isinstance(count, torch.SymInt) else count
+            place = self._counts.setdefault(expression, len(self._counts))
+            if _storage(t) not in known:
+                known.add(_storage(t))
+                captured += t.dtype.itemsize * _as_captured(count)
+                self._allocated.append((place, t.dtype.itemsize))
         self.quick = captured < _QUICK * sum(node.op.startswith("call") for node in nodes)  # to compute
 
     def counts(self, arguments: Sequence[Any]) -> tuple[int, ...] | None:

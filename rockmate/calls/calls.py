@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,11 @@ from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rkgb.trees import unflatten
 from rockmate.calls.adapted import adapted
-from rockmate.calls.look import Look, abandoned
+from rockmate.calls.call_look import CallLook, ObservedCall
+from rockmate.calls.look import Look
 from rockmate.calls.made import PlansOfCalls
 from rockmate.calls.observe import Observer
-from rockmate.calls.runnable import (
-    Runnable,
-    make_runnable,
-    reads_more,
-    solved_again,
-)
+from rockmate.calls.runnable import Runnable, make_runnable, reads_more, solved_again
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.turns import Turn
 from rockmate.calls.ways import PlannedWays, waits_of, with_gradients
@@ -45,36 +42,31 @@ class Calls(PlansOfCalls):
         else:
             base, runnable = runnable, self._at_place(runnable, place, call.tensors)
         turn, ran = self._turn(runnable, call, key)
-        look = None if runnable.observer is None else runnable.observer.look()
-        try:
-            with abandoned(look):
-                state = CallState(ran.program, self.sources(ran, call.tensors), self.front.timed(ran.plan))
-                outputs = state.forward()
-                result = _returned(ran.program.s.d.structure, outputs)
-        except BaseException:
-            self.terms.steps.undo(turn)
-            raise
+        observer = runnable.observer
+        look = CallLook(observer) if observer is not None and observer.wants_look() else None
+        with self.terms.steps.forward_of(turn, look):
+            state = CallState(ran.program, self.sources(ran, call.tensors), self.front.timed(ran.plan))
+            outputs = state.forward()
+            result = _returned(ran.program.s.d.structure, outputs)
         turn.held_by(state.backward)
         state.backward.arrived = turn.begin
         self.cache.used(base)
         self.last, self._placed = base, (base, ran)
         if runnable.is_provisional and runnable.family is not None:
             runnable.family.spent[runnable.number] += runnable.plan.rerun_time
-        if runnable.observer is not None:
+        if observer is not None and any(outputs[k].grad_fn is not None for k in observer.places):
             if look is not None:
-                look.then = self.learner(runnable, call.tensors)
+                look.then = partial(self._learn, runnable, call.tensors, self.now.inputs)
             kept = state.store.warn_unplanned if ran.is_tight else None
-            observed = runnable.observer.watch(ran.program, outputs, look, kept)
-            if observed is not None:
-                observed.turn = turn
-                turn.held_by(observed)
-                state.backward.arrived = observed.begin
+            observed = ObservedCall(observer, ran.program, outputs, look, turn, kept)
+            turn.held_by(observed)
+            state.backward.arrived = observed.begin
+        elif look is not None:
+            look.abandon()
         return result
 
     def _at_place(self, runnable: Runnable, place: int, inputs: list[torch.Tensor]) -> Runnable:
-        """``runnable`` for calls that come after so many others of their step: what these do with outputs is observed
-        apart.
-        """
+        """``runnable`` for calls after so many others of their step: what these do with outputs is observed apart."""
         place = min(place, MOST_PLACES)
         found = self._places.get((runnable.number, place))
         if found is None:
@@ -100,7 +92,7 @@ class Calls(PlansOfCalls):
             runnable = runnable.derived["after"]
         ways: PlannedWays | None = runnable.derived.get("ways")
         if ways is None or ways.seen != waits_of(runnable):
-            ways = runnable.derived["ways"] = PlannedWays(runnable, self.front, self.terms.progress)
+            ways = runnable.derived["ways"] = PlannedWays(runnable, self.front)
         turn = steps.take(key, ways, self.front.name, self.terms, after)
         return turn, ways.placed(turn.way)
 
@@ -122,26 +114,19 @@ class Calls(PlansOfCalls):
         self._places.update((at, new) for at, other in list(self._places.items()) if other is runnable)
         return new
 
-    def learner(self, runnable: Runnable, inputs: list[torch.Tensor]) -> Callable[[], None]:
-        """What is to be done when the call's backward is over; parameters and buffers are those of this call."""
-        all_inputs = self.now.inputs
-
-        def learn() -> None:
-            if runnable.observer is not None and any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
-                runnable.observer.leave_room()  # ``fully_shard`` gathered others between the phases, beside the budget
-            with self.in_call(all_inputs):
-                self._learn(runnable, inputs)
-
-        return learn
-
-    def _learn(self, runnable: Runnable, inputs: list[torch.Tensor]) -> None:
-        """A step has been looked at: plan again at once, so that the next step is as it will stay."""
-        began = time.perf_counter()
+    def _learn(self, runnable: Runnable, inputs: list[torch.Tensor], all_inputs: Sequence[Any]) -> None:
+        """A step has been looked at: plan again at once, so that the next step is as it will stay. ``all_inputs``: of
+        the call, whose parameters and buffers count.
+        """
+        began, observer = time.perf_counter(), runnable.observer
+        assert observer is not None
+        if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
+            observer.leave_room()  # ``fully_shard`` gathered others between the phases, beside the budget
         try:
-            new = self._adapted(runnable, inputs)
+            with self.in_call(all_inputs):
+                new = self._adapted(runnable, inputs)
         except Exception:  # noqa: BLE001 - parameters may be sharded now, a warning an error: the next forward tries again
-            if runnable.observer is not None:
-                runnable.observer.news = True
+            observer.news = True
             return
         if self.last is runnable:
             self.last = new

@@ -8,19 +8,22 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from rkgb.device.kind import Moment
+from rkgb.storages import has_memory, memory_of
 from rkgb.trees import tensors_of
 from rkgb.warn import warn
 from rockmate.budget import show_bytes
 from rockmate.calls.front import Front
-from rockmate.calls.look import Look, abandoned
+from rockmate.calls.look import LET_GO
 from rockmate.calls.runnable import ROOM_TO_KEEP
-from rockmate.calls.step_look import WholeLook
+from rockmate.calls.step_look import StepLook
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
-from rockmate.calls.turns import Rough, Turn
+from rockmate.calls.turns import Turn
 from rockmate.errors import BudgetWarning
 from rockmate.planning.plan import line_of_call
+from rockmate.planning.ways import Ways
 from rockmate.tell import LOG
 from solvers.calls import Way
 
@@ -30,11 +33,8 @@ that changes in each step makes each a kind of its own."""
 
 
 class Spacious(NamedTuple):
-    """A kind of call for which the budget does not bind: its description, the bytes of the gradients that its step
-    made, and its peak.
-    """
+    """A kind of call for which the budget does not bind: bytes of the gradients that its step made, and its peak."""
 
-    call: tuple[str, ...]
     made: int
     peak: int
 
@@ -56,20 +56,67 @@ class Extent(NamedTuple):
         return all(mine >= theirs for mine, theirs in zip(self.counts, other.counts, strict=True))
 
 
+class FreeLook(StepLook):
+    """A look at a step of a call ``of`` this ``kind``. ``rough``: what it is supposed to take. ``turn``: of the call in
+    its step. ``kept``: what the call keeps.
+    """
+
+    def __init__(self, of: FreeCalls, kind: Hashable, rough: Ways) -> None:
+        super().__init__(rough.device)
+        self.of, self.kind, self.rough, self.budget = of, kind, rough, of.front.budget
+        self.turn: Turn | None = None
+        self.kept = 0
+        self.outputs: list[tuple[StorageWeakRef, int]] = []  # their memory, and its bytes
+        self.gone = 0  # bytes of outputs that went before the backward, which a caller may hold
+        self.mark()
+
+    def follow(self, outputs: Sequence[torch.Tensor]) -> None:
+        """These are what the call returns."""
+        self.mark()
+        storages = {id(s): s for t in outputs if has_memory(t) for s in [memory_of(t)]}
+        self.outputs = [(StorageWeakRef(s), s.nbytes()) for s in storages.values()]
+        self.arrives = sum(t.nbytes for t in outputs if t.grad_fn is not None)
+
+    def reach(self) -> None:
+        if not self.reached:
+            self.gone = sum(size for memory, size in self.outputs if memory.expired())
+        super().reach()
+
+    def close(self) -> list[Moment] | None:
+        seen = super().close()
+        if seen is not None and len(seen) > 1:  # also where another forward comes before the backward
+            self.kept = seen[1].level
+            self.of.saw(self, self.rough.alone.backward)
+        return seen
+
+    def ended(self, moments: list[Moment], stays: bool) -> None:
+        self.of.judge(self, max(moment.peak for moment in moments))
+
+
 class FreeCall:
-    """A call that ran without a plan. Its graph owns it, by a hook. ``look``: at this call, if there is one. ``tight``:
+    """A call that ran without a plan. Its graph owns it, by hooks. ``look``: at this call, if there is one. ``tight``:
     a backward of its backward may exceed the budget.
     """
 
-    def __init__(self, function: Node, turn: Turn, look: Look | None, tight: bool) -> None:
+    def __init__(self, outputs: Sequence[torch.Tensor], turn: Turn, look: FreeLook | None, tight: bool) -> None:
         self.turn, self.look, self.tight = turn, look, tight
         turn.held_by(self)
-        function.register_prehook(self._begin)
+        for t in outputs:
+            if t.grad_fn is not None:
+                t.grad_fn.register_prehook(self._begin)
 
     def _begin(self, _: Any) -> None:
         self.turn.begin(self.look)
+        if self.look is not None:
+            self.look.reach()
         if self.tight and graph_is_retained():
+            self.tight = False
             warn_unplanned(RETAINED)
+
+    def __del__(self) -> None:
+        """The graph goes."""
+        if self.look is not None:
+            self.look.abandon(LET_GO)
 
 
 class FreeCalls:
@@ -83,7 +130,7 @@ class FreeCalls:
         self.spacious: dict[Hashable, Spacious] = {}
         self.binding: set[Hashable] = set()
         self.extents: dict[Hashable, Extent] = {}
-        self._rough: dict[Hashable, Rough] = {}  # what such calls take, as far as it is known
+        self._rough: dict[Hashable, Ways] = {}  # what such calls take, as far as it is known
         self._measured = self._calls = 0
 
     def clear(self) -> None:
@@ -108,14 +155,14 @@ class FreeCalls:
         """The kinds in which nothing is smaller."""
         return [kind for kind, other in self.extents.items() if other.covers(extent)]
 
-    def measured(self) -> list[Rough]:
+    def measured(self) -> list[Ways]:
         """What the calls took that were measured."""
         return [self._rough[kind] for kind in self.spacious if kind in self._rough]
 
     @property
     def may_measure(self) -> bool:
         """Whether a call that comes now can be measured."""
-        return self._measured < MOST_KINDS and WholeLook.possible()
+        return self._measured < MOST_KINDS and FreeLook.possible()
 
     def is_measured(self, known: bool) -> bool:
         """Whether a call that runs now is to be measured: it is of no ``known`` kind, or it is the 2nd, the 4th, the
@@ -130,73 +177,59 @@ class FreeCalls:
             self.clear()
         known = self._rough.get(kind)
         if known is None or made > known.made:
-            self._rough[kind] = Rough(self.front, device, call, Way(0, peak, peak, 0), made)
+            self._rough[kind] = Ways(self.front, device, call, Way(0, peak, peak, 0), made)
 
     def fits_beside(self, kind: Hashable) -> bool:
         """Whether such a call, which is supposed to fit, need not be planned with others of its step, either."""
         steps = self.front.terms.steps
-        return not steps.is_known(kind) and steps.held() + self._rough[kind].alone.backward <= self.front.budget
+        return steps.expected_now(kind) is None and steps.held() + self._rough[kind].alone.backward <= self.front.budget
 
     def run_measured(self, kind: Hashable, call: Callable[[], Any]) -> Any:
-        """The same; how much memory the step takes shows whether later ones are to be planned."""
-        rough, budget, turns = self._rough[kind], self.front.budget, list[Turn]()
+        """As ``run``; how much memory the step takes shows whether later ones are to be planned."""
         self.front.note_free_call()
+        return self.run(kind, call, FreeLook(self, kind, self._rough[kind]))
 
-        def forward_measured(kept: int) -> None:
-            self._saw(kind, turns, kept, rough.alone.backward)
-
-        def measured(peak: int, gone: int) -> None:
-            self._measured += 1
-            if peak + gone <= self.part * budget:
-                self._saw(kind, turns, self._rough[kind].alone.kept, peak)
-                LOG.log(
-                    logging.DEBUG if self.spacious else logging.INFO,
-                    "%s needs no plan for %s: a step took %s of %s",
-                    *(self.front.name, line_of_call(rough.call), show_bytes(peak), show_bytes(budget)),
-                )
-                most = max(peak, self.spacious[kind].peak) if kind in self.spacious else peak
-                self.spacious[kind] = Spacious(rough.call, rough.made, most)
-                return
-            self.spacious.pop(kind, None)
-            self.binding.add(kind)
-            if peak > budget:
-                warn(
-                    f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
-                    "which the sizes of the results did not show. Later steps like it are planned.",
-                    BudgetWarning,
-                )
-
-        return self.run(kind, call, WholeLook(rough.device, forward_measured, measured), turns)
-
-    def run(
-        self, kind: Hashable, call: Callable[[], Any], look: WholeLook | None = None, turns: list[Turn] | None = None
-    ) -> Any:
-        """What ``call`` returns, which is of this ``kind``, and has a turn in its step, which ``turns`` gets. ``look``:
-        at this call.
-        """
-        if not torch.is_grad_enabled():
-            return call()
+    def run(self, kind: Hashable, call: Callable[[], Any], look: FreeLook | None = None) -> Any:
+        """What ``call`` returns, which is of this ``kind``, and has a turn in its step. ``look``: at this call."""
         steps = self.front.terms.steps
         turn = steps.take(kind, self._rough[kind], self.front.name, self.front.terms)
-        if turns is not None:
-            turns.append(turn)
+        if look is not None:
+            look.turn = turn
         self.front.ran_freely = True
-        try:
-            with abandoned(look):
-                result = call()
-        except BaseException:
-            steps.undo(turn)
-            raise
+        with steps.forward_of(turn, look):
+            result = call()
         outputs = tensors_of(result)
-        if function := next((t.grad_fn for t in outputs if t.grad_fn is not None), None):
-            FreeCall(function, turn, look, ROOM_TO_KEEP * turn.way.backward > self.front.budget)
         if look is not None:
             look.follow(outputs)
+        FreeCall(outputs, turn, look, ROOM_TO_KEEP * turn.way.backward > self.front.budget)
         return result
 
-    def _saw(self, kind: Hashable, turns: Sequence[Turn], kept: int, peak: int) -> None:
-        """A call was measured: what it keeps, and takes."""
-        if kind in self._rough:
-            self._rough[kind] = replace(self._rough[kind], alone=Way(kept, peak, peak, 0))
-            for turn in turns:
-                self.front.terms.steps.seen(turn, self._rough[kind])
+    def saw(self, look: FreeLook, peak: int) -> None:
+        """What the call of ``look`` keeps is known, and the ``peak`` of its step, as far as it is."""
+        if look.kind in self._rough:
+            seen = self._rough[look.kind] = replace(self._rough[look.kind], alone=Way(look.kept, peak, peak, 0))
+            if look.turn is not None:
+                self.front.terms.steps.seen(look.turn, seen)
+
+    def judge(self, look: FreeLook, peak: int) -> None:
+        """The step of ``look`` is over: whether later ones are to be planned."""
+        kind, rough, budget = look.kind, look.rough, look.budget
+        self._measured += 1
+        if peak + look.gone <= self.part * budget:
+            self.saw(look, peak)
+            LOG.log(
+                logging.DEBUG if self.spacious else logging.INFO,
+                "%s needs no plan for %s: a step took %s of %s",
+                *(self.front.name, line_of_call(rough.call), show_bytes(peak), show_bytes(budget)),
+            )
+            most = max(peak, self.spacious[kind].peak) if kind in self.spacious else peak
+            self.spacious[kind] = Spacious(rough.made, most)
+            return
+        self.spacious.pop(kind, None)
+        self.binding.add(kind)
+        if peak > budget:
+            warn(
+                f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
+                "which the sizes of the results did not show. Later steps like it are planned.",
+                BudgetWarning,
+            )

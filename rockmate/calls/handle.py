@@ -35,7 +35,6 @@ from rockmate.follow.engine import Followed
 from rockmate.follow.known import Known
 from rockmate.follow.plan import FollowedPlan
 from rockmate.memory import Memory, StepBytes, memory_of, step_of
-from rockmate.optimizers import local_bytes
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
@@ -119,7 +118,7 @@ class Handle(Front):
         self._check_place()
         if self._followed is not None:
             return named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
-        free = (s.call for calls in self._free_calls() for s in calls.spacious.values())
+        free = (rough.call for calls in self._free_calls() for rough in calls.measured())
         return named([*((v.number, v.plan.call, v.plan) for v in self.cache.plans()), *((inf, c, None) for c in free)])
 
     def _free_calls(self) -> list[FreeCalls]:
@@ -289,11 +288,6 @@ class Handle(Front):
     def known_model(self) -> torch.nn.Module | None:
         """The model; None when it is gone."""
         return self._model()
-
-    def made_bytes(self) -> int:
-        """Bytes of the gradients that are there."""
-        parameters = [] if (model := self._model()) is None else model.parameters()
-        return sum(local_bytes(p) for p in parameters if p.is_leaf and p.grad is not None)
 
     def memory(self) -> Memory:
         """Where the device's memory goes in the worst moment of a step of the last plan; ask between steps."""

@@ -16,7 +16,7 @@ from torch.autograd import profiler
 from torch.autograd import profiler_legacy as legacy
 
 from rkgb.cost.memory import give_way
-from rkgb.device.kind import Timeline, Window
+from rkgb.device.kind import Moment, Timeline
 
 MOST_OTHERS = 64
 """Backwards that may come before that of a call that is looked at, which may never have one."""
@@ -26,8 +26,6 @@ MOST_CALLS = 64
 
 _ENGINE = "_engine_run_backward"
 """Where Python hands backwards to autograd's engine; ``torch.compiler`` replaces the same function for its tracers."""
-
-_OTHERS = f"{MOST_OTHERS} backwards of other graphs came"
 
 
 class Look(ABC):
@@ -45,16 +43,16 @@ class Look(ABC):
     in_gap = False  # what runs now is of another call
     whole = False  # all calls and backwards are of what is looked at: there are no gaps
 
-    def __init__(self, opened: Window | Timeline | None) -> None:
+    def __init__(self, opened: Timeline | None) -> None:
         """``opened``: what records memory, None if nothing does."""
         Look.current = self
         self.thread = threading.get_ident()
         self.replaced: list[tuple[Any, str, Any, Any]] = []
-        starts = [(profiler, "_prepare_profiler"), (profiler, "_enable_profiler"), (legacy, "_enable_profiler_legacy")]
         self.window = opened
         self.replace(torch.autograd, _ENGINE, self._intercepted(getattr(torch.autograd, _ENGINE)))
         if self.window is not None:
-            for module, name in starts:
+            starts = ("_prepare_profiler", "_enable_profiler", "_enable_profiler_legacy")
+            for module, name in zip((profiler, profiler, legacy), starts, strict=True):
                 self.replace(module, name, partial(self.give_way, getattr(module, name)))
 
     @staticmethod
@@ -113,12 +111,12 @@ class Look(ABC):
 
     def gap_begins(self) -> None:
         """What another call takes is not recorded from now on."""
-        if isinstance(self.window, Window):
+        if self.window is not None and self.window.marks:
             self.window.pause()
 
     def gap_ends(self) -> None:
         """What comes is recorded again."""
-        if isinstance(self.window, Window):
+        if self.window is not None and self.window.marks:
             self.window.resume()
 
     def lets_call(self, planned: bool) -> bool:
@@ -133,7 +131,7 @@ class Look(ABC):
         """A backward is over that did not come to the call."""
         self.others += 1
         if self.others == MOST_OTHERS:
-            self.abandon(_OTHERS)
+            self.abandon(f"{MOST_OTHERS} backwards of other graphs came")
 
     def give_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of what starts a profiler."""
@@ -146,8 +144,8 @@ class Look(ABC):
         if self.thread == threading.get_ident() and torch._C._current_graph_task_id() == -1:
             self.close()
 
-    def close(self) -> Any:
-        """Put back what was replaced; what ``close`` of the window returns, None if there was none."""
+    def close(self) -> list[Moment] | None:
+        """Put back what was replaced; the moments that were recorded, None if nothing was."""
         if Look.current is self:
             Look.current = None
             for owner, name, original, new in self.replaced:
@@ -163,34 +161,6 @@ FAILED = ("forward failed", "backward failed")
 
 LET_GO = "no backward came to their outputs: the loss raised an error, or did not use them"
 """Why a step is not seen whose graph goes."""
-
-
-class InGraph:
-    """Owned by hooks in the graph of a step that is looked at. When they go, there is no backward to wait for."""
-
-    def __init__(self, look: Look) -> None:
-        self.look = look
-
-    def hook(self, called: Callable[[Any], None]) -> Callable[[Any], None]:
-        """A hook that calls ``called``, and owns this."""
-        return partial(self._call, called)
-
-    def _call(self, called: Callable[[Any], None], gradients: Any) -> None:
-        called(gradients)
-
-    def __del__(self) -> None:
-        self.look.abandon(LET_GO)
-
-
-@contextlib.contextmanager
-def abandoned(look: Look | None) -> Iterator[None]:
-    """Where forward fails nothing is looked at."""
-    try:
-        yield
-    except BaseException:
-        if look is not None:
-            look.abandon(FAILED[0])
-        raise
 
 
 def end_look() -> None:
@@ -220,8 +190,11 @@ def others_looks_paused(planned: bool) -> Iterator[None]:
     """
     look = Look.current
     if look is not None and look.lets_call(planned):
-        with abandoned(look):
+        try:
             yield
+        except BaseException:
+            look.abandon(FAILED[0])
+            raise
         look.resume()
     else:
         end_look()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -105,8 +105,7 @@ def put_back(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator
             t.grad = gradient.detach().clone()
     devices = watched_devices(tensors)
     states = [(device, random_state(device)) for device in devices]
-    python, numpy = random.getstate(), sys.modules.get("numpy.random")
-    legacy = None if numpy is None else numpy.get_state()
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.enable_grad():
             yield
@@ -123,22 +122,13 @@ def put_back(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator
         for device, state in states:
             set_random_state(device, state)
         random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(legacy)
+        np.random.set_state(numpy)
 
 
 def _tensors_of(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Parameters, buffers, other tensors that modules hold, and the inputs, each once."""
-    own = [*model.parameters(), *model.buffers(), *inputs]
-    own += [t for m in model.modules() for v in vars(m).values() for t in _within(v)]
-    return [t for t in {id(t): t for t in own}.values() if t.layout == torch.strided and not t.is_nested]
-
-
-def _within(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for t in value if isinstance(t, torch.Tensor)]
-    if isinstance(value, dict):
-        return [t for t in value.values() if isinstance(t, torch.Tensor)]
-    return []
+    """The inputs, parameters, buffers, and other tensors that modules hold, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for held in (inputs, *(v for m in model.modules() for v in vars(m).values())):
+        values = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
+        found.update((id(t), t) for t in values if isinstance(t, torch.Tensor))
+    return [t for t in found.values() if t.layout == torch.strided and not t.is_nested]

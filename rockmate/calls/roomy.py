@@ -56,7 +56,6 @@ class RoomyCalls(FreeCalls):
         self._planned: set[Hashable] = set()  # calls that are none, and stay so under this budget
 
     def clear(self) -> None:
-        """As in ``FreeCalls``."""
         super().clear()
         self._nodes.clear()
         self._planned.clear()
@@ -84,42 +83,30 @@ class RoomyCalls(FreeCalls):
         trained = tuple(p.nbytes for p in parameters if p.requires_grad)
         made = sum(p.nbytes for p in parameters if lacks_gradient(p))
         kind = called, trained
-        if kind in self.binding:
-            self._are_planned(called)
-            return None
         if self.is_known(kind, made):
-            if self.spacious[kind].peak > most:  # "auto": it is less than before
-                return None
-        else:
-            if not (trained or any(t.requires_grad for t in call.tensors)):
-                return None
-            extent = _extent(model, call, trained)
-            if any(extent.covers(other) for kind, other in self.extents.items() if kind in self.binding):
-                self._are_planned(called)
-                return None
-            there = made + sum(t.nbytes for t in (*parameters, *call.tensors))
-            larger = next((kind for kind in self.larger(extent) if self.is_known(kind, made)), None)
-            peak = self._supposed(extent, AT_FIRST * there) if larger is None else self.spacious[larger].peak
-            if peak > most:
-                self._are_planned(called)
-                return None
-            if larger is None and not self.may_measure:
-                return None
-            said, device = self.front.described(names_of(call), call.leaves), self.front.device(call.tensors)
-            known, nodes = (None, 0) if larger is None else (self.spacious[larger], self._nodes[larger])
-            self.note(kind, extent)
-            self.suppose(kind, device, said, int(peak), made)
-            self.spacious.pop(kind, None)
-            self._nodes[kind] = nodes
-            if known is not None:
-                self.spacious[kind] = known._replace(call=said)
+            return kind if self.spacious[kind].peak <= most else None  # "auto" may be less than before
+        if not (trained or any(t.requires_grad for t in call.tensors)):
+            return None
+        extent = _extent(model, call, trained)
+        there = made + sum(t.nbytes for t in (*parameters, *call.tensors))
+        larger = next((kind for kind in self.larger(extent) if self.is_known(kind, made)), None)
+        peak = self._supposed(extent, AT_FIRST * there) if larger is None else self.spacious[larger].peak
+        if peak > most or any(extent.covers(self.extents[kind]) for kind in self.binding if kind in self.extents):
+            if len(self._planned) >= MOST_KINDS:
+                self._planned.clear()
+            self._planned.add(called)  # as long as the budget stays, such calls are not asked about again
+            return None
+        if larger is None and not self.may_measure:
+            return None
+        said, device = self.front.described(names_of(call), call.leaves), self.front.device(call.tensors)
+        known, nodes = (None, 0) if larger is None else (self.spacious[larger], self._nodes[larger])
+        self.note(kind, extent)
+        self.suppose(kind, device, said, int(peak), made)
+        self.spacious.pop(kind, None)
+        self._nodes[kind] = nodes
+        if known is not None:
+            self.spacious[kind] = known
         return kind
-
-    def _are_planned(self, called: Hashable) -> None:
-        """Such calls come near the budget, as long as that stays: they are not asked about again."""
-        if len(self._planned) >= MOST_KINDS:
-            self._planned.clear()
-        self._planned.add(called)
 
     def _supposed(self, call: Extent, at_first: float) -> float:
         """Bytes that a call is supposed to take: the square of its growth over one that was measured."""

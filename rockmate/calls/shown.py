@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +24,8 @@ from rkgb.probe.skeleton import skeleton
 from rkgb.sample import Call
 from rockmate.calls.captured import Captured
 
+T = TypeVar("T")
+
 
 class Shown:
     """A call of ``module``, as far as it shows without data. ``inputs``: of the program, without data; None if they are
@@ -34,27 +35,22 @@ class Shown:
     def __init__(self, module: Captured, inputs: Sequence[Any] | None, device: torch.device, *, quick: bool) -> None:
         self.module, self.inputs, self.device, self.quick = module, inputs, device, quick
 
-    @contextmanager
-    def _call(self) -> Iterator[Call]:
-        assert self.inputs is not None
+    def _seen(self, what: Callable[[Captured, Call, torch.device], T]) -> T | None:
+        """``what`` of the call, without data; None where that cannot be."""
+        if self.inputs is None:
+            return None
         with self.module.holding(self.inputs):
-            yield Call(tuple(self.inputs[k] for k in self.module.given), {})
+            return what(self.module, Call(tuple(self.inputs[k] for k in self.module.given), {}), self.device)
 
     @cached_property
     def graphs(self) -> tuple[B_graph, D_graph] | None:
         """B and D of the call, as they are on the device; None where the call is to run for that."""
-        if self.inputs is None or self.quick:
-            return None
-        with self._call() as call:
-            return graphs_without_data(self.module, call, self.device)
+        return None if self.quick else self._seen(graphs_without_data)
 
     @cached_property
     def program(self) -> B_graph | None:
         """The trace of the program; None where that takes data."""
-        if self.inputs is None:
-            return None
-        with self._call() as call:
-            return program_without_data(self.module, call, self.device)
+        return self._seen(program_without_data)
 
     @cached_property
     def graph(self) -> D_graph | None:
@@ -63,15 +59,11 @@ class Shown:
 
     def program_of_any_size(self, s: S_graph) -> B_graph | None:
         """The program at all sizes, if that gives ``s``, which the call runs."""
-        if self.inputs is None:
-            return None
-        with self._call() as call:
-            return program_of_any_size(self.module, call, self.device, s)
+        return self._seen(partial(program_of_any_size, s=s))
 
     def graph_of(self, program: B_graph) -> D_graph | None:
         """The graph of ``program``, which is that of the call, or of any size; None where that takes data."""
-        with self._call() as call:
-            return graph_without_data(program, self.module, call, self.device)
+        return self._seen(partial(graph_without_data, program))
 
     def graph_of_a_run(self, call: Call) -> D_graph | None:
         """The same from a run on ``call``, which is not without data."""

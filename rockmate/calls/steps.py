@@ -8,20 +8,22 @@ has gets what those that wait leave of the budget.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
-from rockmate.calls.look import Look
-from rockmate.calls.turns import Turn, Ways, peak_of
+from rockmate.calls.look import FAILED, Look
+from rockmate.calls.turns import Turn
 from rockmate.calls.whole_steps import Form, KnownStep, WholeStep, form_of, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.plan import line_of_call, some_of
+from rockmate.planning.ways import Ways, peak_of
 from rockmate.tell import LOG
 from solvers import InfeasibleError
 from solvers.calls import Phase, Way, least_of, level, share
@@ -42,9 +44,6 @@ class User(Protocol):
     @property
     def known_model(self) -> torch.nn.Module | None: ...
 
-    def made_bytes(self) -> int:
-        """Bytes of the gradients that are there."""
-
     def plan_anew(self) -> None:
         """The budget is another one: plans are made again at the next calls."""
 
@@ -54,7 +53,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._known: dict[Form, KnownStep] = {}
-        self._eager: dict[Form, int] = {}
+        self._eager: dict[Form, int] = {}  # bytes of steps that run nothing again
         self._ways: dict[tuple[Hashable, bool], Ways] = {}  # by kinds, and whether the gradients are there
         self._here = threading.local()
         self._said: set[str] = set()
@@ -102,22 +101,14 @@ class Steps:
         """How many calls of the step have come before the one that comes now."""
         return len(self._turns) if self.waiting() else 0
 
-    def is_known(self, key: Hashable) -> bool:
-        """Whether a call that comes now is expected in a step whose calls are planned together."""
-        return self._expected_now(key) is not None
-
-    def _expected_now(self, key: Hashable) -> KnownStep | None:
-        """The known step in which a call that comes now is expected."""
-        if not self._known:
-            return None
+    def expected_now(self, key: Hashable) -> KnownStep | None:
+        """The step whose calls are planned together in which a call that comes now is expected."""
         before = [turn.key for turn in self._turns] if self.waiting() else []
         return self._expected((*before, (key, len(before))))
 
     def follows_a_backward(self, key: Hashable) -> bool:
-        """Whether the backward of the call that comes now is expected after that of another one of
-        the same parameters.
-        """
-        step, place = self._expected_now(key), self.place()
+        """Whether the backward of the call that comes now is expected after one of the same parameters."""
+        step, place = self.expected_now(key), self.place()
         return step is not None and step.form.owners[place] in step.form.earlier(place)
 
     # ------------------------------------------------------------------------- calls
@@ -154,10 +145,17 @@ class Steps:
         turns.append(turn)
         return turn
 
-    def undo(self, turn: Turn) -> None:
-        """The call of ``turn`` has failed."""
-        if turn in self._turns:
-            self._turns.remove(turn)
+    @contextlib.contextmanager
+    def forward_of(self, turn: Turn, look: Look | None) -> Iterator[None]:
+        """The forward of a call runs: where it fails, the call has no ``turn``, and a ``look`` at it ends."""
+        try:
+            yield
+        except BaseException:
+            if look is not None:
+                look.abandon(FAILED[0])
+            if turn in self._turns:
+                self._turns.remove(turn)
+            raise
 
     def seen(self, turn: Turn, ways: Ways) -> None:
         """In which ``ways`` calls can run that compute what the call of ``turn`` was seen to compute."""
@@ -174,7 +172,7 @@ class Steps:
     def _expected(self, keys: tuple[Hashable, ...]) -> KnownStep | None:
         """Of the known steps that begin so, the one that takes most."""
         found = [step for form, step in self._known.items() if form.keys[: len(keys)] == keys]
-        return max(found, key=lambda step: (len(step.form.keys), step.eager), default=None)
+        return max(found, key=lambda step: (len(step.form.keys), self._eager[step.form]), default=None)
 
     def _planned(
         self, step: KnownStep, turns: Sequence[Turn], own: Ways, budget: int, name: str, terms: Terms
@@ -192,7 +190,8 @@ class Steps:
                 if taken or any(w.rough for w in ways):
                     return None
                 least = error.min_budget + step.beside
-                said = _infeasible(name, step.form, ways, budget, least, step.eager + step.beside)
+                eager = self._eager[step.form] + step.beside
+                said = _infeasible(name, step.form, ways, budget, least, eager)
                 if not terms.least:
                     raise InfeasibleBudgetError(said, least) from None
                 self._say(f"{said} The plans of least memory run instead.")
@@ -242,10 +241,8 @@ class Steps:
         turns = list(self._turns)
         self._here.__dict__["turns"] = []
         self.unknown = self.unknown and not any(turn.began for turn in turns)
-        if len(turns) < 2:
-            return
         known = {key for key, _ in self._ways}
-        if not all(turn.key in known for turn in turns):
+        if len(turns) < 2 or any(turn.key not in known for turn in turns):
             return
         form = form_of(turns)
         if all(not waiting for _, _, waiting in form.phases):
@@ -258,12 +255,11 @@ class Steps:
             beside = {known: step.beside for known, step in self._known.items()}
             terms.settle_step(max(eager + beside.get(known, 0) for known, eager in self._eager.items()))
         peak = max(level(phase, [turn.way for turn in turns]) for phase in phases)
-        if form in self._known:
-            self._known[form].eager = self._eager[form]
-        elif isinstance(terms.budget, int) and (peak > terms.budget or any(turn.way.time for turn in turns)):
+        binds = isinstance(terms.budget, int) and (peak > terms.budget or any(turn.way.time for turn in turns))
+        if binds and form not in self._known:
             if len(self._known) == MOST_STEPS:
                 self._known.pop(next(iter(self._known)))
-            self._known[form] = KnownStep(form, self._eager[form])
+            self._known[form] = KnownStep(form)
 
 
 class Terms(Protocol):

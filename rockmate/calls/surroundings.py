@@ -231,15 +231,11 @@ def _transforms() -> int:
 def without_saved_hooks() -> Iterator[None]:
     """Run without the hooks of saved tensors that are in force."""
     autograd = torch._C._autograd
-    saved: list[tuple[Any, Any]] = []
-    try:
+    with contextlib.ExitStack() as saved:
         while top := autograd._top_saved_tensors_default_hooks(True):
             autograd._pop_saved_tensors_default_hooks()
-            saved.append(top)
+            saved.callback(autograd._push_saved_tensors_default_hooks, *top)
         yield
-    finally:
-        for pack, unpack in reversed(saved):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextlib.contextmanager
@@ -268,14 +264,11 @@ def without_cached_parametrizations() -> Iterator[None]:
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
     """Run without hooks of all modules: torch's own, which only say where it is."""
-    held = [(hooks, dict(hooks)) for hooks in _GLOBAL_HOOKS.values() if hooks]
-    for hooks, _ in held:
-        hooks.clear()
-    try:
+    with contextlib.ExitStack() as held:
+        for hooks in _GLOBAL_HOOKS.values():
+            held.callback(hooks.update, dict(hooks))
+            hooks.clear()
         yield
-    finally:
-        for hooks, before in held:
-            hooks.update(before)
 
 
 Hooks = list[tuple[Callable[[], Any], int]]

@@ -13,7 +13,7 @@ from rockmate.budget import Budget, Planned, show_bytes
 from rockmate.calls.steps import Steps
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.memory import MARGIN, Rest, rest_of
-from rockmate.optimizers import OPTIMIZERS
+from rockmate.optimizers import OPTIMIZERS, local_bytes
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
 
@@ -137,8 +137,11 @@ class Terms:
 
     def rest(self, device: torch.device) -> Rest:
         """What is on the device beside a step."""
-        models = (user.known_model for user in self.steps.users())
-        return rest_of([model for model in models if model is not None], device)
+        return rest_of(self._models(), device)
+
+    def _models(self) -> list[torch.nn.Module]:
+        """All whose plans are under this budget."""
+        return [model for user in self.steps.users() if (model := user.known_model) is not None]
 
     def _room_on(self, device: torch.device) -> int:
         """What a step like the last one may take."""
@@ -163,7 +166,8 @@ class Terms:
                 self._room = before
             elif isinstance(self.budget, int):
                 return True
-        self.made = sum(user.made_bytes() for user in self.steps.users())
+        own = (p for model in self._models() for p in model.parameters())
+        self.made = sum(local_bytes(p) for p in own if p.is_leaf and p.grad is not None)
         if isinstance(self.budget, int):
             self.budget = self._room_on(device)
         return False

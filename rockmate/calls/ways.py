@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 
+from rockmate.calls.front import Front
 from rockmate.calls.runnable import Runnable, program_of
-from rockmate.calls.turns import FoundWays
-from rockmate.planning.ways import plans_of
+from rockmate.planning.ways import FoundWays, peak_of
 from rockmate.progress import Progress
-from solvers import ChainPlan, walk
+from solvers import ChainPlan, ChainPlanner, Problem, Schedule, walk
 from solvers.calls import Way
 from solvers.interrupts import Heeded
 
@@ -27,33 +28,44 @@ def waits_of(runnable: Runnable) -> int:
     return 0 if runnable.observer is None else runnable.observer.waits
 
 
-class PlannedWays(FoundWays[ChainPlan]):
-    """Those of ``runnable``. ``progress``: as for ``Rockmate``."""
+class PlannedWays(FoundWays):
+    """Those of ``runnable``, a plan of ``front``."""
 
-    def __init__(self, runnable: Runnable, owner: object, progress: bool | None) -> None:
+    def __init__(self, runnable: Runnable, front: Front) -> None:
         planner = runnable.planner
         room = planner.room  # is part of what is reserved
         waits = max(0, waits_of(runnable) - room.kept - room.scalars)
-        super().__init__(planner.problem, runnable.plan.schedule, planner.reserved, (waits, waits))
-        self.runnable, self.owner, self.progress, self.seen = runnable, owner, progress, waits_of(runnable)
+        super().__init__(planner.problem, runnable.plan.schedule, planner.reserved, (waits, waits), planner.ways)
+        self.runnable, self.owner, self.front, self.seen = runnable, front, front, waits_of(runnable)
         self.call, self.device = runnable.plan.call, planner.device
         k = planner.graphs.K
         self.made = sum(k.s.d.values[v].bytes for v in k.missing)
         self._placed: dict[Way, Runnable] = {}
 
-    def look_for(self, budget: int, tight: bool) -> dict[Way, ChainPlan]:
+    def look_for(self, budget: int, tight: bool) -> Iterable[Schedule]:
         """As in ``FoundWays``; none where the plan is from a file."""
         planner = self.runnable.planner
         if planner.saved is not None:
-            return {}
-        with Heeded(), Progress(self.progress) as planner.report:
-            return {self.way_of(plan.schedule): plan for plan in plans_of(planner, budget, tight)}
+            return []
+        with Heeded(), Progress(self.front.terms.progress) as planner.report:
+            return list(super().look_for(budget, tight))
+
+    def least(self) -> tuple[int, None]:
+        return self.runnable.planner.frontier().min_budget - self.beside, None
+
+    def solve(self, problem: Problem, limit: int) -> Schedule | None:
+        planner = self.runnable.planner
+        chain = planner.chain() if problem is self.problem else ChainPlanner(problem, solved=planner.solved)
+        found = chain.found(limit)
+        return None if found is None else found.schedule
 
     def placed(self, way: Way) -> Runnable:
         """The plan that runs in this way."""
         if way == self.alone:
             return self.runnable
         if way not in self._placed:
-            plan = self.runnable.planner.described(max(way.forward, way.backward), self.found[way])
+            schedule = self.found[way]
+            found = ChainPlan(schedule, walk(self.problem, schedule), "for several calls")
+            plan = self.runnable.planner.described(peak_of(way), found)
             self._placed[way] = dataclasses.replace(self.runnable, plan=plan, program=program_of(plan))
         return self._placed[way]

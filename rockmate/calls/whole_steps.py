@@ -13,7 +13,8 @@ from rkgb.device.kind import Moment
 from rockmate.budget import show_bytes
 from rockmate.calls.look import Look
 from rockmate.calls.step_look import StepLook
-from rockmate.calls.turns import Turn, Ways
+from rockmate.calls.turns import Turn
+from rockmate.planning.ways import Ways
 from solvers.calls import Phase, Way
 
 MOST_LOOKS = 16
@@ -41,14 +42,13 @@ class Form:
 
 @dataclass(eq=False)
 class KnownStep:
-    """Such steps are planned together. ``eager``: bytes where nothing runs again. ``chosen``: ways of its calls, for
-    ``budget`` and the ``ways`` that there were, the first ``fixed`` of which ran already. ``peak``: what they take, of
-    the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown, of which
-    some were ``unfinished``. ``measured``: the ways in which their calls ran.
+    """Such steps are planned together. ``chosen``: ways of its calls, for ``budget`` and the ``ways`` that there were,
+    the first ``fixed`` of which ran already. ``peak``: what they take, of the budget ``asked`` for. ``beside``: bytes
+    that steps took above that, which ``looks`` at them have shown, of which some were ``unfinished``. ``measured``: the
+    ways in which their calls ran.
     """
 
     form: Form
-    eager: int
     budget: int = -1
     ways: tuple[Ways, ...] = ()
     chosen: list[Way] = field(default_factory=list)
@@ -83,22 +83,21 @@ class WholeStep(StepLook):
         self.mark()
 
     def lets_call(self, planned: bool) -> bool:
-        """As in ``Look``: all calls are of this step."""
+        """All calls are of this step."""
         return self.thread == threading.get_ident() and any(turn.waits for turn in self.turns)
 
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
-        """As in ``Look``: the step is over when no call waits."""
+        """The step is over when no call waits."""
         if not any(turn.waits for turn in self.turns):  # another step's: calls of this one had no backward
             self.abandon("another step began")
             return run()
-        try:
-            return super().watched(run, ends, stays)
-        finally:
-            if Look.current is self and self._is_over():
-                self.mark()
-                moments = self.close()
-                if moments is not None:
-                    self.ended(moments, stays)
+        result = super().watched(run, ends, stays)
+        if Look.current is self and self._is_over():
+            self.mark()
+            moments = self.close()
+            if moments is not None:
+                self.ended(moments, stays)
+        return result
 
     def _is_over(self) -> bool:
         """Whether no call waits, or none that has had a backward in such steps."""
@@ -108,12 +107,11 @@ class WholeStep(StepLook):
         return not any(turn.waits for turn in self.turns)
 
     def abandon(self, why: str = "") -> None:
-        """As in ``Look``."""
         self.step.unfinished += 1
         super().abandon(why)
 
     def ended(self, moments: list[Moment], stays: bool) -> None:
-        """As in ``StepLook``: what it took above the prediction is planned for."""
+        """What it took above the prediction is planned for."""
         step, peak = self.step, max(moment.peak for moment in moments)
         if [turn.way for turn in self.turns] != self.chosen:
             return

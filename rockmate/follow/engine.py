@@ -20,9 +20,9 @@ from rkgb.sample import Call
 from rkgb.trees import tensors_of
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import ANOTHER_BUDGET, Front
-from rockmate.calls.look import Look, abandoned
+from rockmate.calls.look import Look
 from rockmate.calls.surroundings import INSTEAD, warn_unplanned
-from rockmate.calls.turns import Rough, Turn
+from rockmate.calls.turns import Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.following import following, lasting_of
@@ -40,6 +40,7 @@ from rockmate.follow.tape import Tape
 from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
 from rockmate.planning.plan import line_of_call
+from rockmate.planning.ways import Ways
 from rockmate.progress import Progress
 from rockmate.tell import LOG, MANY, costly
 from solvers import Frontier
@@ -106,12 +107,8 @@ class Followed:
         unchecked, look = Unchecked(kind.parts, model, tape), None
         if isinstance(policy, Observed) and (look := policy.look) is not None:
             look.then = partial(self._learn, kind, policy, device, tape.reruns)
-        try:
-            with abandoned(look), following(tape, self.front.modes), unchecked:
-                result = model._call_impl(*call.args, **call.kwargs)
-        except BaseException:
-            self.front.terms.steps.undo(turn)
-            raise
+        with self.front.terms.steps.forward_of(turn, look), following(tape, self.front.modes), unchecked:
+            result = model._call_impl(*call.args, **call.kwargs)
         if look is not None:
             look.arrives = sum(t.nbytes for t in tensors_of(result) if t.grad_fn is not None)
         tape.begins = partial(self._begins, turn, look, kind, UseOfOutputs(tape))
@@ -126,7 +123,7 @@ class Followed:
         if turn.ways.rough:
             kept = sum(datum.size for datum in tape.data if datum.base is not None)
             self.front.terms.steps.seen(
-                turn, Rough(self.front, tape.device, kind.call, Way(kept, kept, kept, 0), turn.ways.made)
+                turn, Ways(self.front, tape.device, kind.call, Way(kept, kept, kept, 0), turn.ways.made)
             )
         return result
 
@@ -151,7 +148,7 @@ class Followed:
         took = partial(self.front.terms.steps.take, (id(self), key), name=self.front.name, terms=self.front.terms)
         if known is None:
             made = sum(self.front.bytes_of_missing_gradients().values())
-            turn = took(ways=Rough(self.front, device, kind.call, Way(0, 0, 0, 0), made))
+            turn = took(ways=Ways(self.front, device, kind.call, Way(0, 0, 0, 0), made))
             if (like := self._like(kind)) is not None and like.program is not None:
                 policy = Planned(like.program, partial(self._otherwise, kind, like, turn), exactly=False)
             else:
@@ -205,7 +202,7 @@ class Followed:
         else.
         """
         assert known.program is not None
-        turn.ways = Rough(self.front, tape.device, kind.call, turn.way, turn.ways.made)  # unless another takes over
+        turn.ways = Ways(self.front, tape.device, kind.call, turn.way, turn.ways.made)  # unless another takes over
         forms = [*known.seen.forms[:index], *(form_of_op(op) for op in tape.ops[index : index + 1])]
         packs = known.seen.packs[: tape.slots if slot is None else slot.number]
         packs += [] if slot is None else [pack_of(tape, slot)]

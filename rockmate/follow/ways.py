@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rockmate.calls.turns import FoundWays
 from rockmate.follow.known import Known
 from rockmate.follow.plan import FollowedPlan, find, find_least
 from rockmate.follow.planned import FollowedProgram, program_of
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.ways import schedules_of
+from rockmate.planning.ways import FoundWays
 from solvers import InfeasibleError, Problem, Schedule, walk
 from solvers.calls import Way
 
@@ -17,29 +16,25 @@ SECONDS = 0.1
 """How long one way is looked for."""
 
 
-class FollowedWays(FoundWays[Schedule]):
+class FollowedWays(FoundWays):
     """Those of calls that compute as ``known``. ``made``: bytes of the gradients that their backward makes."""
 
     def __init__(self, known: Known, owner: object, made: int, options: PlanOptions) -> None:
         assert known.plan is not None
-        super().__init__(known.found.problem, known.plan.schedule, 0, known.waits)
+        super().__init__(known.found.problem, known.plan.schedule, 0, known.waits, {})
         self.known, self.plan = known, known.plan
         self.owner, self.made, self.call, self.device = owner, made, known.call, known.device
         self.options = replace(options, time_limit=min(SECONDS, options.time_limit))
 
-    def look_for(self, budget: int, tight: bool) -> dict[Way, Schedule]:
-        """As in ``FoundWays``."""
+    def least(self) -> tuple[int, Schedule]:
+        found = find_least(self.problem)
+        return found.walk.peak, found.schedule
 
-        def solve(problem: Problem, limit: int) -> Schedule | None:
-            try:
-                return find(problem, limit, self.options).schedule
-            except InfeasibleError:
-                return None
-
-        least = find_least(self.problem) if tight else None
-        found = [] if least is None else [least.schedule]
-        found += schedules_of(self.problem, budget, None if least is None else least.walk.peak, solve)
-        return {self.way_of(schedule): schedule for schedule in found}
+    def solve(self, problem: Problem, limit: int) -> Schedule | None:
+        try:
+            return find(problem, limit, self.options).schedule
+        except InfeasibleError:
+            return None
 
     def placed(self, way: Way) -> tuple[FollowedPlan, FollowedProgram]:
         """The plan of this way, ready to run."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from rkgb.cost.memory import window
+from rkgb.cost.memory import timeline
 from rkgb.device import kind_of
-from rkgb.device.kind import Window
+from rkgb.device.kind import Moment, Timeline
 from rockmate.attach import attach, attached
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
@@ -80,7 +80,7 @@ class Meter:
             self._start = kind_of(self._device).mark(self._device)
         elif self._plan is not None and self._look is None and self._peak is None and Look.possible():
             self._made = self.handle.plans_made
-            self._look = _StepPeak(window(self._device))
+            self._look = _StepPeak(timeline(self._device))
 
     def end(self) -> None:
         """The backward is over. Without a ``begin``, nothing happens."""
@@ -151,9 +151,8 @@ class _StepPeak(Look):
 
     whole = True
 
-    def __init__(self, opened: Window | None) -> None:
+    def __init__(self, opened: Timeline | None) -> None:
         super().__init__(opened)
-        self.opened = opened
         atexit.register(self.close)  # torch crashes where a profiler that is open outlives the interpreter
         self.begun = False
 
@@ -162,8 +161,8 @@ class _StepPeak(Look):
         if self.begun:
             return False
         self.begun = True
-        if self.window is not None and self.opened is not None:
-            self.opened.begin()
+        if self.window is not None:
+            self.window.mark()
         return True
 
     def watched(self, run: Callable[[], Any], ends: Any, stays: bool) -> Any:
@@ -175,11 +174,9 @@ class _StepPeak(Look):
 
     def read(self) -> int | None:
         """Bytes above the level at the beginning; None if another has taken the profiler."""
-        if self.window is not None and self.opened is not None:
-            self.opened.mark()
-        found = self.close()
-        return None if found is None else int(found[0])
+        moments = self.close()
+        return moments[0].peak if moments else None
 
-    def close(self) -> Any:
+    def close(self) -> list[Moment] | None:
         atexit.unregister(self.close)
         return super().close()

@@ -23,6 +23,7 @@ from rockmate.planning.places import places_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.problem import clocks_of, clocks_without_reruns
 from rockmate.planning.room import Room, usual_problem
+from rockmate.planning.ways import Asked
 from rockmate.progress import Report, silent
 from solvers import (
     ChainPlan,
@@ -31,6 +32,7 @@ from solvers import (
     InfeasibleError,
     Options,
     Problem,
+    Schedule,
     ScheduleError,
     SolvedViews,
     SolverOptions,
@@ -66,7 +68,8 @@ class PlanFinder:
     ``room``: for the loss. ``missing``: parameters whose gradients the backward makes. ``saved``: the file that the
     figures are from. ``seconds``: what each phase took. ``scaled``: costs are those of another size, scaled, so that
     there is nothing to gain from a long search, and nothing to prove. ``options_of_blocks``: what blocks ran at another
-    size. ``solved``: views of blocks that were solved. ``call``: what plans say that they are for.
+    size. ``solved``: views of blocks that were solved. ``ways``: schedules that calls may run beside others.
+    ``call``: what plans say that they are for.
     """
 
     graphs: Graphs
@@ -80,6 +83,7 @@ class PlanFinder:
     scaled: bool = False
     options_of_blocks: Options | None = None
     solved: SolvedViews = field(default_factory=dict)
+    ways: dict[Asked, list[Schedule]] = field(default_factory=dict, init=False)
     call: tuple[str, ...] = ()
     pieces: str = ""
     _chain: ChainPlanner | None = None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
 
-from rockmate.planning.planner import Planner
-from solvers import ChainPlan, ChainPlanner, Loss, Problem, Schedule, keep_everything, walk
+import torch
+
+from solvers import Loss, Problem, Schedule, keep_everything, walk
 from solvers.calls import Way
 
 PEAKS = (0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
@@ -25,9 +28,6 @@ PARTS = (1.0, 0.7)
 NEAR = 0.05
 """Budgets that differ by this part of them need no search each."""
 
-Solve = Callable[[Problem, int], Schedule | None]
-"""The schedule of a problem within so many bytes; None if none is found."""
-
 Asked = tuple[int, bool]
 """A budget in bytes for which ways were looked for, and whether those of least memory were among them."""
 
@@ -37,61 +37,111 @@ def serving(asked: Iterable[Asked], budget: int, tight: bool) -> Asked | None:
     return next((a for a in asked if abs(a[0] - budget) <= NEAR * budget and (a[1] or not tight)), None)
 
 
-def way_of(problem: Problem, schedule: Schedule, beside: int, waits: tuple[int, int]) -> Way:
-    """The figures of a schedule. Bytes ``beside`` it are there at every moment, and those of ``waits`` while forwards
-    of other calls run, and backwards.
+@dataclass(eq=False)
+class Ways:
+    """In which ways the calls of one kind can run: in one, as long as no plan of them is known.
+
+    ``owner``: whose parameters they use. ``device``: where they run. ``call`` in a few words. ``alone``: the way in
+    which such a call runs where it is the only one of its step. ``made``: bytes of the gradients of parameters that the
+    backward makes. ``rough``: these figures are bounds, since no plan is known.
     """
-    walked, at = walk(problem, schedule), schedule.index(Loss())
-    forward, backward = max(walked.timeline[:at], default=0), max(walked.timeline[at:], default=0)
-    kept = walked.timeline[at] - problem.loss + beside + waits[1]
-    return Way(kept, forward + beside, backward + beside, walked.recompute, max(0, waits[0] - waits[1]))
+
+    owner: object
+    device: torch.device
+    call: tuple[str, ...]
+    alone: Way
+    made: int = 0
+    rough: ClassVar[bool] = True
+
+    @property
+    def eager(self) -> Way:
+        """The way that runs nothing again."""
+        return self.alone
+
+    def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
+        """Ways that take at most ``budget`` bytes; ``tight``: also those that take least, which may take long. Where
+        none is known, the one that takes least.
+        """
+        return [self.alone]
 
 
-def plans_of(planner: Planner, budget: int, tight: bool) -> list[ChainPlan]:
-    """Ways to run a call of ``planner`` in at most ``budget`` bytes; ``tight``: also those of least memory."""
-    known = _FOUND.setdefault(planner, {})
-    if (found := serving(known, budget, tight)) is None:
-        found = budget, tight
-        known[found] = _plans_of(planner, budget, tight)
-    return known[found]
+def peak_of(way: Way) -> int:
+    """Bytes at the worst moment of its two phases."""
+    return max(way.forward, way.backward)
 
 
-_FOUND: weakref.WeakKeyDictionary[Planner, dict[Asked, list[ChainPlan]]]
-_FOUND = weakref.WeakKeyDictionary()
-"""By budgets, and whether the plans of least memory are among them: the calls of a step may have one planner."""
+class FoundWays(Ways, ABC):
+    """Ways of a call that has a plan, ``schedule``, and others that are found when they are asked for.
 
-
-def _plans_of(planner: Planner, budget: int, tight: bool) -> list[ChainPlan]:
-    problem, beside = planner.problem, planner.reserved
-    chain = planner.chain()
-
-    def solve(wanted: Problem, limit: int) -> Schedule | None:
-        chosen = chain if wanted is problem else ChainPlanner(wanted, solved=planner.solved)
-        found = chosen.found(limit)
-        return None if found is None else found.schedule
-
-    least = planner.frontier().min_budget - beside if tight else None
-    found = dict.fromkeys(schedules_of(problem, budget - beside, least, solve))
-    return [ChainPlan(schedule, walk(problem, schedule), "for several calls") for schedule in found]
-
-
-def schedules_of(problem: Problem, budget: int, least: int | None, solve: Solve) -> Iterator[Schedule]:
-    """Schedules within ``budget`` bytes: for smaller peaks, down to the ``least`` if it is given; for amounts to keep.
-
-    To keep no more than so much is to have so much more for the loss.
+    Bytes ``beside`` it are there at every moment, and those of ``waits`` while forwards of other calls run, and
+    backwards. ``searched``: schedules, by what was asked for. ``found``: that of each other way.
     """
-    keep = keep_everything(problem)
-    walked = walk(problem, keep)
-    if walked.peak <= budget:
-        yield keep
-    kept = walked.timeline[keep.index(Loss())] - problem.loss
-    asked = [(problem, int(part * budget)) for part in PEAKS if part * budget < walked.peak]
-    if least is not None:
-        more = max(0, int(PEAKS[0] * budget) - least)
-        asked += [(problem, least + more * k // TIGHT) for k in range(TIGHT)]
-    for limit in (int(part * budget) for part in PARTS):
-        asked += [(replace(problem, loss=max(problem.loss, limit - kept * k // KEPT)), limit) for k in range(KEPT)]
-    for wanted, limit in asked:
-        schedule = solve(wanted, limit)
+
+    rough = False
+
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        beside: int,
+        waits: tuple[int, int],
+        searched: dict[Asked, list[Schedule]],
+    ) -> None:
+        self.problem, self.beside, self.waits, self.searched = problem, beside, waits, searched
+        self.alone = self.way_of(schedule)
+        self.found: dict[Way, Schedule] = {}
+        self._taken: set[Asked] = set()  # of what was searched
+
+    @cached_property
+    def eager(self) -> Way:
+        return self.way_of(keep_everything(self.problem))
+
+    def way_of(self, schedule: Schedule) -> Way:
+        """The figures of ``schedule``."""
+        walked, at = walk(self.problem, schedule), schedule.index(Loss())
+        forward, backward = max(walked.timeline[:at], default=0), max(walked.timeline[at:], default=0)
+        in_forwards, in_backwards = self.waits
+        kept = walked.timeline[at] - self.problem.loss + self.beside + in_backwards
+        more = max(0, in_forwards - in_backwards)
+        return Way(kept, forward + self.beside, backward + self.beside, walked.recompute, more)
+
+    def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
+        if serving(self.searched, budget, tight) is None:
+            self.searched[budget, tight] = list(dict.fromkeys(self.look_for(budget, tight)))
+        for asked in [a for a in self.searched if a not in self._taken]:
+            self._taken.add(asked)
+            self.found.update((self.way_of(schedule), schedule) for schedule in self.searched[asked])
+        ways = [self.alone, *self.found]
+        return [way for way in ways if peak_of(way) <= budget] or [min(ways, key=peak_of)]
+
+    def look_for(self, budget: int, tight: bool) -> Iterable[Schedule]:
+        """Schedules within ``budget`` bytes: for smaller peaks, if ``tight`` down to the least; for amounts to keep.
+
+        To keep no more than so much is to have so much more for the loss.
+        """
+        problem, keep, budget = self.problem, keep_everything(self.problem), budget - self.beside
+        least, schedule = self.least() if tight else (None, None)
         if schedule is not None:
             yield schedule
+        walked = walk(problem, keep)
+        if walked.peak <= budget:
+            yield keep
+        kept = walked.timeline[keep.index(Loss())] - problem.loss
+        asked = [(problem, int(part * budget)) for part in PEAKS if part * budget < walked.peak]
+        if least is not None:
+            more = max(0, int(PEAKS[0] * budget) - least)
+            asked += [(problem, least + more * k // TIGHT) for k in range(TIGHT)]
+        for limit in (int(part * budget) for part in PARTS):
+            asked += [(replace(problem, loss=max(problem.loss, limit - kept * k // KEPT)), limit) for k in range(KEPT)]
+        for wanted, limit in asked:
+            schedule = self.solve(wanted, limit)
+            if schedule is not None:
+                yield schedule
+
+    @abstractmethod
+    def least(self) -> tuple[int, Schedule | None]:
+        """The fewest bytes that a schedule takes, and that schedule, if it is known."""
+
+    @abstractmethod
+    def solve(self, problem: Problem, limit: int) -> Schedule | None:
+        """A schedule of ``problem``, which may have another loss, within ``limit`` bytes; None if none is found."""

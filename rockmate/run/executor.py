@@ -23,8 +23,7 @@ from rockmate.run.program import Program
 from rockmate.run.recorder import Recorder
 from rockmate.run.slots import Slot, changed
 from rockmate.run.store import Store
-from rockmate.run.timed import TimedBackward
-from rockmate.run.watch import Watch, WatchedBackward, WatchedRecorder
+from rockmate.run.watch import TimedBackward, Watch, WatchedBackward, WatchedRecorder
 
 
 class CallState:
@@ -42,7 +41,7 @@ class CallState:
         if self.watched:
             self.backward: Backward = WatchedBackward(self.store)
         elif timed is not None:
-            self.backward = TimedBackward(self.store, program.s.device, timed)
+            self.backward = TimedBackward(self.store, timed)
         else:
             self.backward = Backward(self.store)
 

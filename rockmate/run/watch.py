@@ -1,18 +1,18 @@
-"""The marks of a planned step that is being measured, and the memory of each of its operations."""
+"""Planned steps that are measured: the memory of each operation, by marks, or the time of the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
-
+from rkgb.device import kind_of
 from rkgb.device.kind import Moment, Timeline
 from rkgb.errors import MeasureError
 from rockmate.run.backward import Backward
 from rockmate.run.program import Program
 from rockmate.run.recorder import Recorder
+from rockmate.run.store import Store
 from solvers.schedule import Bwd, Loss, Run
 
 Watched = Run | Loss | Bwd
@@ -65,16 +65,13 @@ class Watch:
         """What was seen. Raises ``MeasureError`` unless it was one forward under a plan, and its whole backward."""
         if len(self.programs) != 1:
             raise MeasureError(
-                f"{len(self.programs) or 'no'} forward{'' if len(self.programs) == 1 else 's'} under a plan ran within "
-                "the step, and one is measured at a time: let the step call the planned model once, with gradients, "
-                "under a budget that binds, and captured as one graph (a followed step cannot be measured so: "
-                "rk.reason says why it is followed, and rockmate.measure_peak measures any step)"
+                f"{len(self.programs) or 'no'} forwards under a plan ran within the step, and one is measured at a "
+                "time: let the step call the planned model once, with gradients, under a budget that binds, and "
+                "captured as one graph (a followed step cannot be measured so: rk.reason says why it is followed, and "
+                "rockmate.measure_peak measures any step)"
             )
-        seen: dict[int, tuple[Watched, int]] = {}  # a node may be entered twice by a backward of several results
-        for k, (step, moment) in enumerate(zip(self.came, moments, strict=True)):
-            if step is not None:
-                seen[k] = (step, moment.peak)
-        steps, peaks = zip(*seen.values(), strict=True)
+        seen = [(step, m.peak) for step, m in zip(self.came, moments, strict=True) if step is not None]
+        steps, peaks = zip(*seen, strict=True)
         if not any(isinstance(step, Bwd) for step in steps):
             raise MeasureError("no backward of the planned model ran within the step: let it call backward on the loss")
         return MeasuredStep(steps, peaks, tuple(node.label for node in self.programs[0].s.nodes))
@@ -83,15 +80,7 @@ class Watch:
 class WatchedRecorder(Recorder):
     """Marks the beginning of each run, and has each backward mark its own."""
 
-    def outputs(self) -> list[torch.Tensor]:
-        """As in ``Recorder``."""
-        found = super().outputs()
-        if Watch.current is not None:
-            Watch.current.programs.append(self.program)
-        return found
-
     def run(self, start: int, stop: int) -> None:
-        """As in ``Recorder``."""
         for i in range(start, stop):
             _begin(Run(i))
             super().run(i, i + 1)
@@ -99,7 +88,8 @@ class WatchedRecorder(Recorder):
             for function in dict.fromkeys(t.grad_fn for t in made):
                 if function is not None:  # its hooks come after those that take the schedule's steps
                     function.register_prehook(lambda _, i=i: _begin(Bwd(i)))
-        if stop == len(self.program.nodes):
+        if stop == len(self.program.nodes) and Watch.current is not None:
+            Watch.current.programs.append(self.program)
             _begin(Loss())
 
 
@@ -111,7 +101,6 @@ class WatchedBackward(Backward):
         super()._run(i, k)
 
     def over(self) -> None:
-        """As in ``Backward``."""
         _begin(None)
         super().over()
 
@@ -119,3 +108,29 @@ class WatchedBackward(Backward):
 def _begin(step: Watched | None) -> None:
     if Watch.current is not None:  # a graph may outlive the measurement of its step
         Watch.current.begin(step)
+
+
+class TimedBackward(Backward):
+    """``told`` is called when the first backward is over: with the nanoseconds since the forward began, and those of
+    them in which operations ran again, with what was done for these.
+    """
+
+    def __init__(self, store: Store, told: Callable[[int, int], None]) -> None:
+        super().__init__(store)
+        self._device, self._told = store.program.s.device, told
+        self._kind = kind_of(self._device)
+        self._began = self._kind.mark(self._device)
+        self._stages: list[tuple[Any, Any]] = []
+
+    def reach(self, i: int, k: int, _gradients: Any = None) -> None:
+        start = self._kind.mark(self._device)
+        super().reach(i, k)
+        self._stages.append((start, self._kind.mark(self._device)))
+
+    def over(self) -> None:
+        super().over()
+        if self._stages:
+            total = self._kind.between(self._began, self._kind.mark(self._device))
+            again = sum(self._kind.between(start, end) for start, end in self._stages)
+            self._stages = []
+            self._told(total, again)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-from rkgb.device.profiled import events, replay
+from rkgb.device.profiled import events
 
 # Bytes of blocks that mark a moment among the allocator's events; nothing else has these sizes.
 BEGIN, END = 1_000_003, 1_000_033
@@ -59,3 +59,17 @@ class Sections:
                 self.end()
 
         return measured
+
+
+def replay(recorded: list[tuple[int, int, int]], start: int = 0) -> tuple[int, int]:
+    """(peak, level at the end) in bytes; the peak counts from event ``start`` on."""
+    blocks: dict[int, int] = {}
+    level = peak = 0
+    for k, (_, address, size) in enumerate(recorded):
+        level -= blocks.pop(address, 0) if size else 0
+        if size > 0:
+            blocks[address] = size
+            level += size
+        if k >= start:
+            peak = max(peak, level)
+    return peak, level

@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from rkgb.device import Cpu
-from rkgb.device.profiled import profiled
+from rkgb.device.kind import measured_by
+from rkgb.device.profiled import ProfiledTimeline
 from rkgb.trees import tensors_in
 from rockmate import Attachment, BudgetWarning, InfeasibleBudgetError, InputError, Rockmate, attach
 from rockmate.memory import MARGIN
@@ -117,7 +118,7 @@ def peaks_of_training(
         if k < 2:
             model(x)  # what is to be planned is planned here: plans are not made while memory is measured
         before = device.level()
-        _, (measured,) = profiled([step])
+        _, (measured,) = measured_by(ProfiledTimeline(), [step])
         found.append(before + measured.peak)
     return found
 
