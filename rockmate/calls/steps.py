@@ -57,7 +57,9 @@ class Steps:
         self._ways: dict[tuple[Hashable, bool], Ways] = {}  # by kinds, and whether the gradients are there
         self._here = threading.local()
         self._said: set[str] = set()
+        self._exceeded = 0  # the largest budget that the calls of a step did not fit, which was said
         self._users: list[weakref.ref[User]] = []
+        self._last: Form | None = None
         self.unknown = True  # no step had a backward yet, or of the last one's calls only bounds are known
 
     def __reduce__(self) -> Any:
@@ -139,8 +141,8 @@ class Steps:
             way = self._planned(step, turns, ways, budget, name, terms)
             if way is not None and not turns and step.is_to_be_measured and Look.possible():
                 WholeStep(step, turns, ways.device, name, self._say)
-        if way is None and isinstance(budget, int) and (waiting := self.waiting()):
-            way = self._left(ways, waiting, budget, name)
+        if way is None and isinstance(budget, int) and self.waiting():
+            way = self._left(ways, budget, name, terms, step and step.problem)
         turn = Turn(key, ways, way or ways.alone, name)
         turns.append(turn)
         return turn
@@ -182,8 +184,11 @@ class Steps:
         ways = (*known_ways[: len(taken)], own, *known_ways[len(taken) + 1 :])
         left = max(0, budget - step.beside)
         known = step.budget == left and step.ways == ways and step.fixed <= len(taken)
+        if known and step.problem is not None:
+            return None
         if not known or step.chosen[: len(taken)] != taken:
             phases, fixed = phases_of(step.form, ways), [[way] for way in taken]
+            problem: InfeasibleBudgetError | None = None
             try:
                 step.chosen = _shared(fixed, ways[len(taken) :], phases, left)
             except InfeasibleError as error:
@@ -191,12 +196,14 @@ class Steps:
                     return None
                 least = error.min_budget + step.beside
                 eager = self._eager[step.form] + step.beside
-                said = _infeasible(name, step.form, ways, budget, least, eager)
-                if not terms.least:
-                    raise InfeasibleBudgetError(said, least) from None
-                self._say(f"{said} The plans of least memory run instead.")
-                step.chosen = least_of([w.within(error.min_budget, tight=True) for w in ways], phases)
+                problem = InfeasibleBudgetError(_infeasible(name, step.form, ways, budget, least, eager), least)
+                step.chosen = least_of([w.within(left, tight=True) for w in ways], phases)
             step.budget, step.ways, step.fixed = left, ways, len(taken)
+            step.problem = None if terms.least else problem
+            if step.problem is not None:
+                return None  # the calls that fit run, as fewer may come this time: see ``_left``
+            if problem is not None:
+                self._say(f"{problem} The plans of least memory run instead.")
             peak = max(level(phase, step.chosen) for phase in phases) + step.beside
             if not taken and peak != step.peak:
                 step.peak, step.asked = peak, budget
@@ -206,25 +213,32 @@ class Steps:
                 )
         return step.chosen[len(taken)]
 
-    def _left(self, ways: Ways, waiting: Sequence[Turn], budget: int, name: str) -> Way:
-        """The fastest way in what those that wait leave of the budget; if there is none, that of least memory."""
-        held = [turn.way.kept_in_forwards for turn in waiting]
-        if sum(held) + peak_of(ways.alone) <= budget:
+    def _left(self, ways: Ways, budget: int, name: str, terms: Terms, problem: InfeasibleBudgetError | None) -> Way:
+        """The fastest way in what those that wait leave of the budget; if there is none, that of least memory.
+
+        Raises ``InfeasibleBudgetError``, the ``problem`` of the step that is expected if there is one, where that has
+        been said of a step before and the terms do not want the least.
+        """
+        waiting = self.waiting()
+        held = sum(turn.way.kept_in_forwards for turn in waiting)
+        if held + peak_of(ways.alone) <= budget:
             return ways.alone
         for tight in (False, True):
             choices = [ways.alone, *ways.within(budget, tight=tight)]
-            fitting = [way for way in choices if sum(held) + peak_of(way) <= budget]
+            fitting = [way for way in choices if held + peak_of(way) <= budget]
             if fitting:
                 return min(fitting, key=lambda way: way.time)
         least = min(choices, key=peak_of)
         names = " and ".join(sorted({name, *(turn.name for turn in waiting)}))
-        self._say(
-            f"{names} {'were' if ' and ' in names else 'was'} called {len(held) + 1} times before a backward. What the "
-            f"calls keep adds up, here to {show_bytes(sum(held) + peak_of(least))}, and the budget of "
+        said = (
+            f"{names} {'were' if ' and ' in names else 'was'} called {len(waiting) + 1} times before a backward. What "
+            f"the calls keep adds up, here to {show_bytes(held + peak_of(least))}, and the budget of "
             f"{show_bytes(budget)} is for the whole step. "
-            "The calls of later steps like this one are planned together. Forwards without a backward belong under "
-            "torch.no_grad()."
         )
+        exceeded, self._exceeded = self._exceeded, max(self._exceeded, budget)
+        if exceeded >= budget and not terms.least:
+            raise problem or InfeasibleBudgetError(f"{said}{_WITHOUT}", held + peak_of(least))
+        self._say(f"{said}The calls of later steps like this one are planned together. {_WITHOUT}")
         return least
 
     def _say(self, message: str) -> None:
@@ -241,12 +255,15 @@ class Steps:
         turns = list(self._turns)
         self._here.__dict__["turns"] = []
         self.unknown = self.unknown and not any(turn.began for turn in turns)
+        form = form_of(turns)
+        before, self._last = self._last, form
         known = {key for key, _ in self._ways}
         if len(turns) < 2 or any(turn.key not in known for turn in turns):
             return
-        form = form_of(turns)
         if all(not waiting for _, _, waiting in form.phases):
             return  # one after another
+        if not all(turn.began for turn in turns) and form != before:
+            return  # forwards without a backward, as in a validation, are of a step if they come again at once
         ways = self._ways_of(form)
         phases = phases_of(form, ways)
         self._eager[form] = max(level(phase, [w.eager for w in ways]) for phase in phases)
@@ -286,5 +303,8 @@ def _infeasible(name: str, form: Form, ways: Sequence[Ways], budget: int, least:
         f"called {len(form.keys)} times before all backwards are over ({calls}): the smallest budget that the calls "
         f"can be planned for together is {show_at_least(least)}; without recomputation the step takes "
         f"{show_at_least(eager)}. Raise the budget, make the batch smaller, or call backward after each call "
-        "(gradients add up)."
+        f"(gradients add up). {_WITHOUT}"
     )
+
+
+_WITHOUT = "Forwards without a backward belong under torch.no_grad()."

@@ -14,6 +14,7 @@ from rockmate.budget import show_bytes
 from rockmate.calls.look import Look
 from rockmate.calls.step_look import StepLook
 from rockmate.calls.turns import Turn
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.planning.ways import Ways
 from solvers.calls import Phase, Way
 
@@ -43,7 +44,7 @@ class Form:
 @dataclass(eq=False)
 class KnownStep:
     """Such steps are planned together. ``chosen``: ways of its calls, for ``budget`` and the ``ways`` that there were,
-    the first ``fixed`` of which ran already. ``peak``: what they take, of the budget ``asked`` for. ``beside``: bytes
+    the first ``fixed`` of which ran already; ``problem``: why they do not fit it. ``peak``: what they take, of the budget ``asked`` for. ``beside``: bytes
     that steps took above that, which ``looks`` at them have shown, of which some were ``unfinished``. ``measured``: the
     ways in which their calls ran.
     """
@@ -53,6 +54,7 @@ class KnownStep:
     ways: tuple[Ways, ...] = ()
     chosen: list[Way] = field(default_factory=list)
     fixed: int = 0
+    problem: InfeasibleBudgetError | None = None
     peak: int = 0
     asked: int = 0
     beside: int = 0

@@ -24,6 +24,7 @@ from rockmate.follow.record import Use
 from rockmate.follow.tape import Tape
 from rockmate.follow.watch import Watch
 from rockmate.memory import StepBytes, step_of
+from rockmate.planning.ways import Asked
 from rockmate.tell import names_of
 from solvers import Frontier, Schedule, walk
 
@@ -63,6 +64,7 @@ class Known:
     used: set[Use] = field(default_factory=set)
     waits: tuple[int, int] = (0, 0)
     ways: Any = None  # see rockmate.follow.ways
+    searched: dict[Asked, list[Schedule]] = field(default_factory=dict)  # for ``ways``
     then: weakref.ref[Known] | None = None
     frontier: Frontier | None = None
 
@@ -82,7 +84,7 @@ class Known:
             schedules = [s for s in (like[0].schedule, *like[0].alike) if s is not None]
             self.alike = [*dict.fromkeys(schedules)][:MOST_SCHEDULES]
         if same := [k for k in like if k.seen.sizes == self.seen.sizes]:
-            self.schedule, self.least = same[0].schedule, same[0].least
+            self.schedule, self.least, self.searched = same[0].schedule, same[0].least, same[0].searched
 
     def fastest(self, schedules: Iterable[Schedule | None], budget: int) -> Found | None:
         """The fastest of these ``schedules`` that fits ``budget``."""
