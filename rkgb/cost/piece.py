@@ -234,6 +234,6 @@ def backward_memory(
         mark()
 
     piece.drop_gradients()  # here, as the profiler warns of a block that is older than its session and released in it
-    _, (first, _, second) = measure_phases([forward, prepare, backward], piece.device)
+    _, ((forward_peak, _), _, (peak, _)) = measure_phases([forward, prepare, backward], piece.device)
     times = kind.between(marks[0], marks[1]), kind.between(marks[2], marks[3])
-    return BackwardMemory(first.peak, sum(sizes), second.peak, collected[0] if collected else (), times)
+    return BackwardMemory(forward_peak, sum(sizes), peak, collected[0] if collected else (), times)

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from rkgb.device.kind import (
-    PRECISE,
-    Kind,
-    Measured,
-    Moment,
-    Phase,
-    Setting,
-    Timeline,
-    Window,
-    precision,
-    setting_of_precision,
-)
+from rkgb.device.kind import PRECISE, Kind, Moment, Setting, Timeline, Window, precision, setting_of_precision
 from rkgb.device.roofline import Roofline, roofline_of
 
 _C: Any = torch._C
@@ -114,18 +103,6 @@ class Cuda(Kind):
     def roofline(self, device: torch.device, dtype: torch.dtype, convolution: bool) -> Roofline:
         tf32 = precision("cuda", "conv" if convolution else "matmul") == "tf32"
         return roofline_of(torch.cuda.get_device_name(device), dtype, tf32)
-
-    def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
-        what = self._counted()
-        results: list[Any] = [None]
-        found = []
-        for phase in phases:
-            before = self._begin(what, device)
-            results.append(phase(results.pop()))
-            torch.cuda.synchronize(device)
-            after = torch.cuda.memory_stats(device)
-            found.append(Measured(*(after.get(f"{what}.all.{x}", 0) - before for x in ("peak", "current"))))
-        return results.pop(), found
 
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.synchronize(device)

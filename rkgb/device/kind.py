@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from math import inf
 from typing import Any, ClassVar, NamedTuple
@@ -68,17 +68,6 @@ class Window(ABC):
         """
 
 
-Phase = Callable[[Any], Any]
-"""A part of what is measured, which gets the result of the part before."""
-
-
-class Measured(NamedTuple):
-    """Bytes of one phase above the level at its begin: the most during it (``peak``), and at its end (``net``)."""
-
-    peak: int
-    net: int
-
-
 class Moment(NamedTuple):
     """``level``: bytes above the level of the first moment. ``peak``: the most above it until the next moment."""
 
@@ -135,23 +124,20 @@ class Kind(ABC):
         """Restore what ``random_state`` returned."""
 
     @abstractmethod
-    def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
-        """Run ``phases`` in turn: the result of the last, and the memory of each.
-
-        Each phase gets the result of the one before, the first gets None.
-        """
-
-    @abstractmethod
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
         """The most bytes that the allocator reserves for ``function``. Raises ``MeasureError`` if it reserves none."""
 
     @abstractmethod
-    def window(self, device: torch.device) -> Window | None:
-        """An open window; None if the allocator cannot be watched now."""
+    def window(self, device: torch.device) -> Window:
+        """An open window."""
 
     @abstractmethod
-    def timeline(self, device: torch.device) -> Timeline | None:
-        """An open timeline; None if the allocator cannot be watched now."""
+    def timeline(self, device: torch.device) -> Timeline:
+        """An open timeline."""
+
+    def is_watched(self) -> bool:
+        """Whether somebody else watches the allocator, in a way that a window or timeline ends."""
+        return False
 
     @abstractmethod
     def free(self, device: torch.device) -> int:
@@ -197,10 +183,6 @@ class Kind(ABC):
         ``arguments``: returns what it is given, by name.
         """
         return False
-
-    def before_measuring(self) -> None:
-        """Warn of what a measurement of memory interrupts."""
-        return
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until all kernels that were launched are done."""

@@ -5,15 +5,13 @@ The profiler does not report the release of a block that was allocated before th
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
 
-from rkgb.device.kind import Measured, Moment, Phase, Timeline, Window
+from rkgb.device.kind import Moment, Timeline, Window
 
 # The profiler announces each session on stderr; it reads this level at its first use.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -26,18 +24,6 @@ _MARKS = (_BEGIN, _MARK, _PAUSE, _RESUME)
 def _mark(name: str = _MARK) -> None:
     with torch._C._profiler._RecordFunctionFast(name):
         return
-
-
-def profiled(phases: Sequence[Phase]) -> tuple[Any, list[Measured]]:
-    """``Kind.measured``, by one profiler session; marks lie around the phases."""
-    results: list[Any] = [None]
-    with profile(use_cpu=True, profile_memory=True) as prof:
-        for phase in phases:
-            _mark()
-            results.append(phase(results.pop()))
-        _mark()
-    moments = _moments(events(prof))
-    return results.pop(), [Measured(a.peak - a.level, b.level - a.level) for a, b in itertools.pairwise(moments)]
 
 
 class ProfiledWindow(Window):
