@@ -165,18 +165,20 @@ def S_to_K(
     usage = usage or supposed(s.d)
     if costs is None:
         costs = measure_nodes(s, model, call_of(sample).tensors, usage=usage)
-    return _differentiated(s, costs, usage, _without_grad(s, model) if missing is None else missing)
-
-
-def _differentiated(s: S_graph, costs: Sequence[Cost], usage: Usage, missing: frozenset[int]) -> K_graph:
+    missing = _without_grad(s, model) if missing is None else missing
     idle = _idle(s, usage)
     memory = _memory(s, costs, idle)
     buffers = GradientBuffers(s, costs, usage, missing)
-    backwards = [_backward(s, i, cost, buffers, memory) for i, cost in reversed([*enumerate(costs)])][::-1]
+    backwards: dict[int, K_backward] = {}
+    for i, cost in reversed([*enumerate(costs)]):
+        if cost.results:
+            before, peak, after = buffers.backward(i)
+            times = {"time": cost.backward_time, "launch": cost.launches[1]}
+            backwards[i] = K_backward(memory.saved_by(s, i), before=before, peak=peak, after=after, **times)
     held, returned = _until_when(s, usage, idle, memory)
     k = K_graph(
         s,
-        tuple(_node(s, i, costs[i], memory, backward) for i, backward in enumerate(backwards)),
+        tuple(_node(s, i, cost, memory, backwards.get(i)) for i, cost in enumerate(costs)),
         tuple(memory.data),
         memory.outputs(s),
         sum(s.d.values[v].bytes for v in usage.root_values(s.d)),
@@ -264,10 +266,8 @@ def with_extra(k: K_graph, turned: K_graph) -> K_graph:
         return dataclasses.replace(a, before=before, peak=peak, after=after, extra=max(0, b.peak - peak))
 
     both = zip(k.nodes, turned.nodes, strict=True)
-    return dataclasses.replace(
-        k,
-        nodes=tuple(dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in both),
-    )
+    nodes = tuple(dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in both)
+    return dataclasses.replace(k, nodes=nodes)
 
 
 def _idle(s: S_graph, usage: Usage) -> frozenset[int]:
@@ -279,22 +279,5 @@ def _idle(s: S_graph, usage: Usage) -> frozenset[int]:
 
 
 def _without_grad(s: S_graph, model: torch.nn.Module) -> frozenset[int]:
-    sources = s.d.sources.items()
-    return frozenset(v for v, src in sources if s.d.values[v].requires_grad and not _has_grad(model, src.key))
-
-
-def _has_grad(model: torch.nn.Module, key: object) -> bool:
-    if not isinstance(key, str):
-        return False
-    try:
-        return model.get_parameter(key).grad is not None
-    except AttributeError:
-        return False
-
-
-def _backward(s: S_graph, i: int, cost: Cost, buffers: GradientBuffers, memory: _Memory) -> K_backward | None:
-    """The backward of node i, which comes next; None where no gradient arrives."""
-    if not cost.results:
-        return None
-    before, peak, after = buffers.backward(i)
-    return K_backward(memory.saved_by(s, i), cost.backward_time, before, peak, after, launch=cost.launches[1])
+    with_grad = {name for name, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    return frozenset(v for v, x in s.d.sources.items() if s.d.values[v].requires_grad and x.key not in with_grad)

@@ -46,7 +46,6 @@ _PLANS_WITHIN = (
 
 
 def is_measuring() -> bool:
-    """Whether this thread is measuring."""
     return threading.get_ident() in _measurers
 
 

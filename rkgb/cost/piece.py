@@ -34,26 +34,19 @@ class Piece(Protocol):
     """
 
     @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        ...
+    def device(self) -> torch.device: ...
 
     @property
-    def layouts(self) -> Layouts | None:
-        """The strides of its incoming gradients; None if all are contiguous."""
-        ...
+    def layouts(self) -> Layouts | None: ...
 
     def forward(self, collect: Callable[[Gradients], None] = ...) -> list[torch.Tensor]:
         """The results of one run, with history. ``collect`` gets the gradients of the inputs from the backward."""
-        ...
 
     def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """The results that get gradients."""
-        ...
 
     def drop_gradients(self) -> None:
         """Remove the ``.grad`` of parameters that an earlier backward made."""
-        ...
 
 
 class Tap(torch.autograd.Function):

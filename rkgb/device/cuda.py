@@ -181,63 +181,66 @@ class Cuda(Kind):
             self.first_use(multiply, device)
 
 
-class _StatisticsWindow(Window):
-    """A window by the allocator's statistics; it resets their peak."""
+class _Statistics:
+    """The allocator's statistics of what is counted on a device. Whoever begins anew resets their peak."""
 
     def __init__(self, kind: Cuda, device: torch.device) -> None:
         self.kind, self.device, self.what = kind, device, kind._counted()
-        self.before = 0
-        self.seen: tuple[int, int] | None = None  # peak and level at the second moment
-        self.paused = 0, 0  # peak until the pause, and level at it
-        self.most = self.at_pauses = 0  # the most of such peaks, and of such levels
+
+    def begun(self) -> int:
+        """The level, from which on the peak counts."""
+        return self.kind._begin(self.what, self.device)
+
+    def now(self) -> tuple[int, int]:
+        """Peak and level."""
+        found = torch.cuda.memory_stats(self.device)
+        return int(found.get(f"{self.what}.all.peak", 0)), int(found.get(f"{self.what}.all.current", 0))
+
+
+class _StatisticsWindow(_Statistics, Window):
+    before = 0
+    seen: tuple[int, int] | None = None  # peak and level at the second moment
+    paused = 0, 0  # peak until the pause, and level at it
+    most = at_pauses = 0  # the most of such peaks, and of such levels
 
     def begin(self) -> None:
-        self.before = self.kind._begin(self.what, self.device)
+        self.before = self.begun()
 
     def mark(self) -> None:
-        now = torch.cuda.memory_stats(self.device)
-        peak, level = now.get(f"{self.what}.all.peak", 0), now.get(f"{self.what}.all.current", 0)
+        peak, level = self.now()
         self.seen = max(0, self.most, peak - self.before), max(0, level - self.before)
 
     def pause(self) -> None:
-        now = torch.cuda.memory_stats(self.device)
-        self.paused = now.get(f"{self.what}.all.peak", 0) - self.before, now.get(f"{self.what}.all.current", 0)
+        peak, level = self.now()
+        self.paused = peak - self.before, level
         if self.seen is None:
-            self.at_pauses = max(self.at_pauses, self.paused[1] - self.before)
+            self.at_pauses = max(self.at_pauses, level - self.before)
 
     def resume(self) -> None:
         peak, level = self.paused
         self.most = max(self.most, peak)
-        self.before += self.kind._begin(self.what, self.device) - level
+        self.before += self.begun() - level
 
     def close(self) -> tuple[int, int, int] | None:
-        if self.seen is None:
-            return None
-        now = torch.cuda.memory_stats(self.device).get(f"{self.what}.all.current", 0)
-        return *self.seen, max(0, now - self.before)
+        return None if self.seen is None else (*self.seen, max(0, self.now()[1] - self.before))
 
 
-class _StatisticsTimeline(Timeline):
-    """A timeline by the allocator's statistics; it resets their peak at each moment."""
-
+class _StatisticsTimeline(_Statistics, Timeline):
     def __init__(self, kind: Cuda, device: torch.device) -> None:
-        self.kind, self.device, self.what = kind, device, kind._counted()
+        super().__init__(kind, device)
         self.levels: list[int] = []
         self.peaks: list[int] = []
-
-    def _peak(self) -> int:
-        return int(torch.cuda.memory_stats(self.device).get(f"{self.what}.all.peak", 0))
 
     def mark(self) -> None:
         torch.cuda.synchronize(self.device)
         if self.levels:
-            self.peaks.append(self._peak())
-        self.levels.append(self.kind._begin(self.what, self.device))
+            self.peaks.append(self.now()[0])
+        self.levels.append(self.begun())
 
     def close(self) -> list[Moment] | None:
         if not self.levels:
             return []
-        self.peaks.append(self._peak())
+        self.peaks.append(self.now()[0])
         first = self.levels[0]
         return [Moment(level - first, peak - first) for level, peak in zip(self.levels, self.peaks, strict=True)]
 

@@ -6,6 +6,7 @@ The profiler does not report the release of a block that was allocated before th
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,40 +27,11 @@ def _mark(name: str = _MARK) -> None:
         return
 
 
-class ProfiledWindow(Window):
-    """A window by a profiler session.
+class _Profiled:
+    """A session of the profiler, and how often it was marked.
 
     The session must not end inside a backward: autograd would start it again when the backward ends.
     """
-
-    def __init__(self) -> None:
-        self.marked, self.at_pauses = False, 0
-        self.session = profile(use_cpu=True, profile_memory=True)
-        self.session.__enter__()
-
-    def begin(self) -> None:
-        _mark(_BEGIN)
-
-    def mark(self) -> None:
-        self.marked = True
-        _mark()
-
-    def pause(self) -> None:
-        _mark(_PAUSE)
-
-    def resume(self) -> None:
-        _mark(_RESUME)
-
-    def close(self) -> tuple[int, int, int] | None:
-        self.session.__exit__(None, None, None)
-        if not self.marked:
-            return None
-        found, self.at_pauses = _between_marks(_without_pauses(events(self.session)))
-        return found
-
-
-class ProfiledTimeline(Timeline):
-    """A timeline by a profiler session."""
 
     def __init__(self) -> None:
         self.marks = 0
@@ -70,25 +42,40 @@ class ProfiledTimeline(Timeline):
         self.marks += 1
         _mark()
 
-    def close(self) -> list[Moment] | None:
+    def end(self) -> list[tuple[int, int, int]]:
         self.session.__exit__(None, None, None)
-        moments = _moments(events(self.session))
+        return events(self.session)
+
+
+class ProfiledWindow(_Profiled, Window):
+    at_pauses = 0
+
+    def begin(self) -> None:
+        _mark(_BEGIN)
+
+    def pause(self) -> None:
+        _mark(_PAUSE)
+
+    def resume(self) -> None:
+        _mark(_RESUME)
+
+    def close(self) -> tuple[int, int, int] | None:
+        found, self.at_pauses = _between_marks(_without_pauses(self.end()))
+        return found
+
+
+class ProfiledTimeline(_Profiled, Timeline):
+    def close(self) -> list[Moment] | None:
+        moments = _moments(self.end())
         return moments if len(moments) == self.marks else None
 
 
 def _moments(recorded: list[tuple[int, int, int]]) -> list[Moment]:
     """The moments that marks stand for among ``recorded`` events."""
-    blocks: dict[int, int] = {}
     moments: list[list[int]] = []
-    level = 0
-    for _, address, size in recorded:
+    for (_, _, size), level in zip(recorded, _levels(recorded), strict=True):
         if size == 0:
             moments.append([level, level])
-        elif size > 0:
-            level += size - blocks.pop(address, 0)
-            blocks[address] = size
-        else:
-            level -= blocks.pop(address, 0)
         if moments:
             moments[-1][1] = max(moments[-1][1], level)
     first = moments[0][0] if moments else 0
@@ -149,13 +136,17 @@ def events(prof: profile) -> list[tuple[int, int, int]]:
 
 def replay(recorded: list[tuple[int, int, int]], start: int = 0) -> tuple[int, int]:
     """(peak, level at the end) in bytes; the peak counts from event ``start`` on."""
+    levels = list(_levels(recorded))
+    return max([0, *levels[start:]]), levels[-1] if levels else 0
+
+
+def _levels(recorded: list[tuple[int, int, int]]) -> Iterator[int]:
+    """The level in bytes after each event."""
     blocks: dict[int, int] = {}
-    level = peak = 0
-    for k, (_, address, size) in enumerate(recorded):
+    level = 0
+    for _, address, size in recorded:
         level -= blocks.pop(address, 0) if size else 0
         if size > 0:
             blocks[address] = size
             level += size
-        if k >= start:
-            peak = max(peak, level)
-    return peak, level
+        yield level

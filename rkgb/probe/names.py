@@ -77,8 +77,6 @@ def _result(node: Node, v: int) -> str:
 
 
 class _Unique:
-    """Gives each name once."""
-
     def __init__(self, taken: Iterable[str]) -> None:
         self.count = Counter(taken)
 

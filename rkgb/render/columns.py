@@ -51,11 +51,9 @@ class Size:
     letter: float
 
     def height(self, rows: int) -> float:
-        """Of ``rows`` rows."""
         return self.head + rows * self.row
 
     def width(self, names: Iterable[str]) -> float:
-        """Of rows with these names."""
         return self.base + self.letter * max(map(len, names), default=0)
 
     def columns(self, rows: int, names: Iterable[str]) -> int:
@@ -161,10 +159,7 @@ def _filled(panels: Sequence[Panel], height: float) -> list[list[Panel]]:
 
 
 def _distance_of(columns: list[list[Panel]]) -> float:
+    """How far from the best form a picture of these is."""
     width = sum(max(p.width for p in column) for column in columns)
-    return _distance(width, HEAD + max(sum(p.height for p in column) for column in columns))
-
-
-def _distance(width: float, height: float) -> float:
-    """How far from the best form a picture is."""
+    height = HEAD + max(sum(p.height for p in column) for column in columns)
     return abs(log(width / height / SHAPE))

@@ -95,7 +95,8 @@ def _distinct(s: S_graph, g: D_graph | S_graph) -> Any:
 
 def _panel(g: D_graph | S_graph | K_graph, s: S_graph, b: int, numbers: Sequence[int]) -> Panel:
     """Block ``b`` of ``s`` as it looks in ``g``; ``numbers``: the class of each block."""
-    title = f"class {numbers[b]}: block {b}" + _others(numbers.count(numbers[b]) - 1)
+    more = numbers.count(numbers[b]) - 1
+    title = f"class {numbers[b]}: block {b}" + (f" and {more} more like it" if more else "")
     nodes = s.nodes[slice(*s.blocks[b])]
     stage = "K" if isinstance(g, K_graph) else "S" if isinstance(g, S_graph) else "D"
     rows, size = sum(len(n.ops) for n in nodes) if stage == "D" else len(nodes), SIZES[stage]
@@ -105,15 +106,11 @@ def _panel(g: D_graph | S_graph | K_graph, s: S_graph, b: int, numbers: Sequence
     return Panel(size.width(n.label for n in nodes), size.height(rows), draw)
 
 
-def _others(count: int) -> str:
-    return f" and {count} more like it" if count else ""
-
-
 def _block(picture: Any, g: D_graph | S_graph, s: S_graph, b: int, title: str, number: int) -> tuple[list[str], str]:
     """Add block ``b`` of class ``number`` as it looks in ``g``; returns the keys at its top and at its end."""
     start, stop = s.blocks[b]
     shown = s.shown if isinstance(g, S_graph) else {}
-    chart = Flowchart(s.d, picture, prefix=f"block{b}_", values=s.d.values, shown=shown)
+    chart = Flowchart(s.d, picture, f"block{b}_", shown)
     if isinstance(g, S_graph):
         boxes = [S_box(s, i, chart) for i in range(start, stop)]
     else:
@@ -130,7 +127,7 @@ def _overview(picture: Any, s: S_graph, numbers: Sequence[int], span: tuple[int,
     every = interfaces(s)
     for b in range(*span):
         (start, stop), number, passed = s.blocks[b], numbers[b], every[b]
-        frame, background = parts.CLASSES[number % len(parts.CLASSES)]
+        frame, background = parts.colours_of(number)
         size = f"{format_bytes(sum(s.d.storages[x].bytes for x in passed))} to later blocks" if passed else ""
         text = parts.label(f"block {b}, class {number}", f"{stop - start} nodes", size)
         tooltip = ", ".join(node.label for node in s.nodes[start:stop])

@@ -70,7 +70,9 @@ def _add_page(
         _add_rows(block, k, first, end, prefix, (start, stop))
         where.subgraph(block)
     _add_edges(where, k, start, stop, prefix)
-    _keep_columns(where, range(start, stop), prefix)
+    for i, j in itertools.pairwise(range(start, stop)):  # forwards, and backwards, straight below each other, in order
+        where.edge(f"{prefix}f{i}", f"{prefix}f{j}", style="invis", weight="20")
+        where.edge(f"{prefix}b{i}", f"{prefix}b{j}", style="invis", weight="20")
     return [f"{prefix}d{d}" for d in entering] or [f"{prefix}f{start}"]
 
 
@@ -164,13 +166,6 @@ def _add_edges(picture: Any, k: K_graph, start: int, stop: int, prefix: str) -> 
             picture.edge(f"{prefix}b{j}", f"{prefix}b{i}", dir="back", style="dashed", color=_SAVED)
 
 
-def _keep_columns(picture: Any, rows: Sequence[int], prefix: str) -> None:
-    """Keep forwards, and backwards, straight below each other and in their order."""
-    for i, j in itertools.pairwise(rows):
-        picture.edge(f"{prefix}f{i}", f"{prefix}f{j}", style="invis", weight="20")
-        picture.edge(f"{prefix}b{i}", f"{prefix}b{j}", style="invis", weight="20")
-
-
 def times_of(k: K_graph, start: int, stop: int) -> tuple[int, int]:
     """Forward and backward time in ns of nodes ``start`` to ``stop``."""
     nodes = k.nodes[start:stop]
@@ -192,12 +187,12 @@ def K_overview(
     ``span``: the first block and the one behind the last. Returns the keys at the top and the end.
     """
     title = "the chain of blocks" + ("" if span[0] else ", and what backwards read")
-    chain, last = parts.chain_frame(span, len(s.blocks), title=title), span[1] - 1
+    chain, last = parts.chain_frame(span, len(s.blocks), title), span[1] - 1
     saved = {d for n in k.nodes if n.backward for d in n.backward.reads}
     passed = interfaces(s)
     for b in range(*span):
         (start, stop), number = s.blocks[b], numbers[b]
-        frame, background = parts.CLASSES[number % len(parts.CLASSES)]
+        frame, background = parts.colours_of(number)
         kept = sum(k.data[d].bytes for n in k.nodes[start:stop] for d in n.makes if d in saved)
         forward, backward = map(format_time, times_of(k, start, stop))
         tooltip = ", ".join(node.label for node in s.nodes[start:stop])

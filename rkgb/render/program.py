@@ -19,6 +19,8 @@ from rkgb.units import format_bytes
 LEGEND = "box: operation · ellipse: data that enters or leaves · cylinder: parameters (yellow), buffers (violet)"
 LEGEND_S = f"{LEGEND} · grey: no gradient, dashed: runs once · frame: block, colour: class"
 _OWN = ("parameter", "buffer")
+_COLOURS = (*_OWN, "constant", "input")
+"""Kinds of sources; the first one decides the colour of several together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,12 @@ class Flowchart:
     g: B_graph | D_graph
     picture: Any
     prefix: str = ""
-    values: dict[int, Value] = field(default_factory=dict)
     shown: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[int, Value]:
+        """What is known of values: in B nothing."""
+        return self.g.values if isinstance(self.g, D_graph) else {}
 
     def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> tuple[list[str], str]:
         """Draw ``sections`` one below the other, then the values ``leaving``. Returns keys of the top and the end."""
@@ -142,15 +148,10 @@ class Flowchart:
 
     def _source(self, where: Any, key: str, members: Sequence[int]) -> None:
         sources = [self.g.sources.get(v) for v in members]
-        kind = min((s.kind for s in sources if s), key=_colour_order, default="")
+        kind = min((s.kind for s in sources if s), key=_COLOURS.index, default="")
         fill = parts.SOURCES[kind] if kind else parts.DATA
-        more = (
-            {"style": "filled,dashed"}
-            if not kind
-            else {"shape": "cylinder", "margin": "0.08,0.07"}
-            if kind in _OWN
-            else {}
-        )
+        cylinder = {"shape": "cylinder", "margin": "0.08,0.07"} if kind in _OWN else {}
+        more = cylinder if kind else {"style": "filled,dashed"}
         tooltip = "\n".join(self.describe(v) for v in members)
         parts.add_data(where, key, parts.data_label(*self._names(members)), tooltip, fill, **more)
 
@@ -195,22 +196,16 @@ class Flowchart:
         return f"{kind}{self.name(v)}{form}"
 
 
-def _colour_order(kind: str) -> int:
-    """The place of a kind of source in the order that decides the colour of several together."""
-    return ("parameter", "buffer", "constant", "input").index(kind)
-
-
 def whole_program(g: B_graph | D_graph) -> Any:
     """All operations of a B or D graph, in columns."""
     stage = "B" if isinstance(g, B_graph) else "D"
     picture = parts.new_picture(f"{stage} graph: {len(g.nodes)} operations", LEGEND)
-    values = {} if isinstance(g, B_graph) else g.values
     names = g.names if isinstance(g, B_graph) else [n.label for n in g.nodes]
     reads, makes = [n.reads() for n in g.nodes], [n.outputs for n in g.nodes]
     spans = pages(len(g.nodes), SIZES[stage].columns(len(g.nodes), names), crossing(reads, makes))
     for k, (start, stop) in enumerate(spans):
         with new_column(picture, k, len(spans)) as column:
-            chart = Flowchart(g, column, f"column{k}_" if k else "", values)
+            chart = Flowchart(g, column, f"column{k}_" if k else "")
             boxes = tuple(node_box(g.nodes[op], chart, op) for op in range(start, stop))
             chart.draw([Section(boxes)], _leaving(reads, makes, start, stop, g.outputs))
     return picture
@@ -227,7 +222,6 @@ def _leaving(
 
 
 def node_box(node: Node, chart: Flowchart, index: int) -> Box:
-    """The box of one B or D node."""
     g = chart.g
     title = node.label or node.name
     results = ", ".join(g.names[v] for v in node.outputs if g.names[v] != title)
@@ -248,7 +242,7 @@ def whole_S(s: S_graph) -> Any:
     spans = pages(len(s.nodes), count, at_blocks(blocks, crossing(reads, makes)))
     for k, span in enumerate(spans):
         with new_column(picture, k, len(spans)) as column:
-            chart = Flowchart(s.d, column, f"column{k}_" if k else "", s.d.values, s.shown)
+            chart = Flowchart(s.d, column, f"column{k}_" if k else "", s.shown)
             sections = [
                 Section(tuple(S_box(s, i, chart) for i in range(start, stop)), title, number)
                 for start, stop, title, number in titled(s, blocks, *span)
@@ -267,7 +261,6 @@ def titled(s: S_graph, blocks: Sequence[tuple[int, int]], start: int, stop: int)
 
 
 def S_box(s: S_graph, i: int, chart: Flowchart) -> Box:
-    """The box of S node ``i``."""
     node = s.nodes[i]
     body = [s.d.nodes[op].name for op in node.ops]
     if node.name in body:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -17,19 +16,13 @@ from torch.overrides import TorchFunctionMode
 from rkgb.device import KINDS
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import Mode
-from rkgb.randomness import (
-    RandomSource,
-    generators_in,
-    random_bytes,
-    watched_devices,
-)
+from rkgb.randomness import RandomSource, generators_in, random_bytes, watched_devices
 from rkgb.storages import has_memory
 from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
-from rkgb.trace.guards import shaped_by_data, shapes, snapshot
+from rkgb.trace.guards import Guard, shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
 from rkgb.trace.meta import OnMeta
-from rkgb.trace.recurrent import RECURRENT, CastWeights
-from rkgb.trace.respelled import Respelled, respelled
+from rkgb.trace.respelled import RECURRENT, CastWeights, Respelled, respelled
 from rkgb.trace.tracer import (
     call_name,
     constant_of,
@@ -90,16 +83,12 @@ def current_mode() -> Mode:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HostRead:
-    """A read by Python: ``function(*args, **kwargs)`` returned ``value``; markers take the tensors' places."""
+class HostRead(NamedTuple):
+    """A read by Python, which ``guard(*args, **kwargs)`` makes again; markers take the tensors' places."""
 
-    function: Callable[..., Any]
-    name: str
+    guard: Guard
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    value: Any
-    line: str
 
     def markers(self) -> list[torch.Tensor]:
         """Results of the trace that stand for the tensors read, in order."""
@@ -274,7 +263,7 @@ class Recorder(TorchFunctionMode):
         marked = self._marked(tracing, args), self._marked(tracing, kwargs)
         with untraced(tracing):
             value = func(*args, **kwargs)
-            self.reads.append(HostRead(func, name, marked[0], marked[1], snapshot(value), user_line()))
+            self.reads.append(HostRead(Guard(func, name, snapshot(value), user_line()), *marked))
         return value
 
     def _marked(self, tracing: Any, tree: Any) -> Any:
