@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -167,7 +166,7 @@ def S_to_K(
         costs = measure_nodes(s, model, call_of(sample).tensors, usage=usage)
     missing = _without_grad(s, model) if missing is None else missing
     idle = _idle(s, usage)
-    memory = _memory(s, costs, idle)
+    memory = _Memory(_data(s, costs, idle))
     buffers = GradientBuffers(s, costs, usage, missing)
     backwards: dict[int, K_backward] = {}
     for i, cost in reversed([*enumerate(costs)]):
@@ -179,7 +178,7 @@ def S_to_K(
     k = K_graph(
         s,
         tuple(_node(s, i, cost, memory, backwards.get(i)) for i, cost in enumerate(costs)),
-        tuple(memory.data),
+        memory.data,
         memory.outputs(s),
         sum(s.d.values[v].bytes for v in usage.root_values(s.d)),
         held,
@@ -193,12 +192,13 @@ def S_to_K(
     return k
 
 
-class _Memory(NamedTuple):
+class _Memory:
     """The data, and which of them is a storage, by the storage, or what only a node's backward reads, by the node."""
 
-    data: list[K_data]
-    of_storage: dict[int, int]
-    private: dict[int, int]
+    def __init__(self, data: Iterable[K_data]) -> None:
+        self.data = tuple(data)
+        self.of_storage = {x.storage: k for k, x in enumerate(self.data) if x.storage is not None}
+        self.private = {x.owner: k for k, x in enumerate(self.data) if x.storage is None}
 
     def of(self, storages: Iterable[int]) -> tuple[int, ...]:
         """The data of ``storages``, each once; sources' memory is no data."""
@@ -215,17 +215,13 @@ class _Memory(NamedTuple):
         return self.of(s.d.values[v].storage for v in s.d.outputs)
 
 
-def _memory(s: S_graph, costs: Sequence[Cost], idle: frozenset[int]) -> _Memory:
+def _data(s: S_graph, costs: Sequence[Cost], idle: frozenset[int]) -> Iterator[K_data]:
     """The data in the order in which nodes make them."""
-    memory = _Memory([], {}, {})
     for i, node in enumerate(s.nodes):
         for storage in node.storages:
-            memory.of_storage[storage] = len(memory.data)
-            memory.data.append(K_data(s.d.storage_names[storage], s.d.storages[storage].bytes, i, storage))
+            yield K_data(s.d.storage_names[storage], s.d.storages[storage].bytes, i, storage)
         if node.saved.private and (costs[i].results or i in idle):
-            memory.private[i] = len(memory.data)
-            memory.data.append(K_data(f"{node.label}.saved", sum(node.saved.private), i, None))
-    return memory
+            yield K_data(f"{node.label}.saved", sum(node.saved.private), i, None)
 
 
 def _node(s: S_graph, i: int, cost: Cost, memory: _Memory, backward: K_backward | None) -> K_node:

@@ -134,10 +134,9 @@ class Recorder(TorchFunctionMode):
         self.generators = generators
         self.devices = () if on_meta else watched_devices(known)
         self.on_meta, self.watch_shapes = on_meta, watch_shapes
-        self.call: Callable[..., Any] = on_meta or _plainly
+        self.call: Callable[..., Any] = on_meta or (lambda func, args, kwargs: func(*args, **kwargs))
         self.captured: list[torch.Tensor] = []
         self.reads: list[HostRead] = []
-        self.of_any_size = on_meta is not None and on_meta.of_any_size
         self.sizes_read = False  # or what may follow from them, by Python: the trace has numbers in their place
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
         self.inside_function = False  # an autograd.Function is one operation, however many it calls
@@ -153,7 +152,7 @@ class Recorder(TorchFunctionMode):
         name = call_name(func)
         self._refuse(func, name, args)
         if name in _UNRECORDED:
-            if self.of_any_size and name in _SIZES:
+            if self.on_meta is not None and self.on_meta.of_any_size and name in _SIZES:
                 return func(*args, **kwargs)
             self.sizes_read = True
             with untraced(tracing):
@@ -268,8 +267,13 @@ class Recorder(TorchFunctionMode):
 
     def _marked(self, tracing: Any, tree: Any) -> Any:
         """``tree`` with each tensor replaced by a marker: an empty tensor whose node in the trace reads it."""
+
+        def mark(t: torch.Tensor) -> torch.Tensor:
+            outside = outside_vmap(t)
+            return outside.new_empty(0) if outside.layout == torch.strided else outside.detach()
+
         with scoped(tracing, self.scope()):
-            return map_tensors(tree, lambda t: _mark(outside_vmap(t)))
+            return map_tensors(tree, mark)
 
     def _look_for_captured(self, tracing: Any, arguments: Any) -> None:
         for t in tensors_in(arguments):
@@ -297,11 +301,3 @@ class Recorder(TorchFunctionMode):
     def _knows(self, t: torch.Tensor) -> bool:
         known = self._known.get(id(t))
         return known is not None and known() is t
-
-
-def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
-def _mark(t: torch.Tensor) -> torch.Tensor:
-    return t.new_empty(0) if t.layout == torch.strided else t.detach()

@@ -112,7 +112,8 @@ class OnMeta:
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _OF_VALUES:
-            return _constant(_untraced(lambda: func(*args, **kwargs)))
+            made = _untraced(lambda: func(*args, **kwargs))
+            return _lying_as(made, lambda: _like(made, {}))
         if func in _CONVOLUTIONS:
             return _convolution(func, *args, **kwargs)
         if func in _ON_CPU and self.on_cpu:
@@ -129,16 +130,6 @@ class OnMeta:
 def _untraced(make: Callable[[], Any]) -> Any:
     with untraced(_C._get_tracing_state()):
         return make()
-
-
-def _constant(made: torch.Tensor) -> torch.Tensor:
-    """``made``, a constant of the trace, without data."""
-    if _C._get_tracing_state() is None:
-        return _like(made, {})
-    value = _C._get_value_trace(made)
-    result: torch.Tensor = _untraced(lambda: _like(made, {}))
-    _C._set_value_trace(result, value)
-    return result
 
 
 def _convolution(

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import compute_required_storage_length
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.storages import storage_key
@@ -70,6 +69,12 @@ def _are_new(results: Sequence[Any], arguments: Sequence[Any]) -> bool:
         return False
     given = {storage_key(t) for t in torch.utils._pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
     places = {storage_key(t) for t in results}
-    lengths = (compute_required_storage_length(t.shape, t.stride(), 0) for t in results)
-    fits = all(t.untyped_storage().nbytes() == t.element_size() * n for t, n in zip(results, lengths, strict=True))
+    fits = all(t.untyped_storage().nbytes() == _extent(t) for t in results)
     return fits and len(places) == len(results) and given.isdisjoint(places)
+
+
+def _extent(t: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if not t.numel():
+        return 0
+    return t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
