@@ -88,14 +88,13 @@ def block_graph(s: S_graph, b: int) -> S_graph:
     inputs = [v for v in read if v not in d.sources or d.sources[v].kind == "input"]
     outputs = tuple(v for node in nodes for v in node.makes if v in after)
     home = {d.values[v].storage: v for v in reversed(read)}
-    structure = Structure(_flat(len(outputs)), ())
     own = D_graph(
         names=d.names,
         sources={v: d.sources[v] for v in read if v in d.sources}
         | {v: Source("input", k) for k, v in enumerate(inputs)},
         nodes=tuple(d.nodes[op] for op in ops),
         outputs=outputs,
-        structure=structure,
+        structure=Structure(pytree.tree_structure(((0,) * len(outputs), {})), ()),
         values={v: d.values[v] for v in (*read, *made) if v in d.values},
         storages=tuple(
             Storage(x.bytes, None if x.owner is None else at.get(x.owner), home.get(k))
@@ -110,8 +109,3 @@ def block_graph(s: S_graph, b: int) -> S_graph:
     own.verify()
     block.verify()
     return block
-
-
-def _flat(count: int) -> pytree.TreeSpec:
-    """The structure of so many results."""
-    return pytree.tree_structure(((0,) * count, {}))

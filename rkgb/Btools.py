@@ -20,7 +20,6 @@ from rkgb.randomness import own_generators
 from rkgb.sample import Call, Sample, call_of, check_module
 from rkgb.trace.capture import GIVEN_MEMORY, HostRead, RecordedCall, Recorder, call_in, module_in
 from rkgb.trace.distinct import DistinctCalls
-from rkgb.trace.guards import Guard
 from rkgb.trace.meta import OnMeta
 from rkgb.trace.other_draws import other_draws
 from rkgb.trace.preserved import Buffers, preserved
@@ -64,7 +63,11 @@ def trace(model: torch.nn.Module, call: Call) -> tuple[B_graph, list[torch.Tenso
         TypeError: ``model`` is no module.
     """
     check_module(model)
-    _refuse_meta([*call.tensors, *_named_tensors(model).values()])
+    if any(t.is_meta for t in (*call.tensors, *_named_tensors(model).values())):
+        raise UnsupportedError(
+            "a parameter, buffer or input is on the meta device, where nothing can be run and measured: move the model "
+            "to a device (model.to_empty(device=...)), give it its weights, and make the sample there"
+        )
     return _traced(model, call)[:2]
 
 
@@ -119,15 +122,6 @@ def _traced(
     b = _Reader(graph, sources, list(seen.calls)).read(len(results), structure, seen.reads)
     made_by = ("trace of a captured graph" if is_pure(model) else "trace",)
     return replace(b, made_by=made_by), [t.detach() for t in results], seen
-
-
-def _refuse_meta(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ``UnsupportedError`` if one of the tensors has no memory."""
-    if any(t.is_meta for t in tensors):
-        raise UnsupportedError(
-            "a parameter, buffer or input is on the meta device, where nothing can be run and measured: move the model "
-            "to a device (model.to_empty(device=...)), give it its weights, and make the sample there"
-        )
 
 
 class _Forward:
@@ -222,8 +216,6 @@ def _constants(leaves: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
 
 
 class _Reader:
-    """Reads the torch.jit graph into nodes."""
-
     def __init__(self, graph: Any, sources: list[Source], calls: list[RecordedCall]) -> None:
         self.graph, self.calls = graph, calls
         self.names: list[str] = []
@@ -305,11 +297,10 @@ class _Reader:
             origin = iter([m.args[0] for m in markers])
             args = map_tensors(read.args, lambda _: next(origin))  # noqa: B023 - called at once
             kwargs = map_tensors(read.kwargs, lambda _: next(origin))  # noqa: B023
-            guard = Guard(read.function, read.name, read.value, read.line)
             replaced.update({id(m): None for m in markers})
             last = markers[-1]
-            called = tuple(kwargs.items())
-            replaced[id(last)] = Node(guard, "guard", args, called, (), False, last.mode, read.line, last.path)
+            called = args, tuple(kwargs.items())
+            replaced[id(last)] = Node(read.guard, "guard", *called, (), False, last.mode, read.guard.line, last.path)
         self.nodes = [n for node in self.nodes if (n := replaced.get(id(node), node)) is not None]
 
     def _unpack(self, ref: Ref, outputs: list[Any]) -> None:
@@ -325,7 +316,11 @@ class _Reader:
         if kind == "aten::set_":
             raise UnsupportedError(GIVEN_MEMORY.format(line=line or "a call of set_"))
         if kind == "prim::PythonOp":
-            return _python_function(node), _python_arguments(node, inputs), ()
+            function = node.pyobj()
+            owner = function if isinstance(function, type) else getattr(function, "__self__", None)
+            tensors, scalars = iter(inputs), iter(node.scalar_args())
+            given = tuple(next(scalars) if kind == "c" else next(tensors) for kind in node.cconv())
+            return getattr(owner, "apply", function), given, ()
         if kind.split("::")[1] in PRIMITIVES:
             return PRIMITIVES[kind.split("::")[1]], tuple(inputs), ()
         text = node.schema()
@@ -350,15 +345,3 @@ def _source_name(source: Source) -> str:
     if source.kind == "input":
         return f"input{source.key}"
     return str(source.key) if source.kind != "constant" else "constant"
-
-
-def _python_function(node: Any) -> Callable[..., Any]:
-    function = node.pyobj()
-    owner = function if isinstance(function, type) else getattr(function, "__self__", None)
-    apply: Callable[..., Any] = getattr(owner, "apply", function)
-    return apply
-
-
-def _python_arguments(node: Any, inputs: list[Any]) -> tuple[Any, ...]:
-    tensors, scalars = iter(inputs), iter(node.scalar_args())
-    return tuple(next(scalars) if kind == "c" else next(tensors) for kind in node.cconv())

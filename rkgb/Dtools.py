@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -19,14 +19,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rkgb.Btools import PRIMITIVES
 from rkgb.errors import UnsupportedError
-from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Value, substitute
+from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, Value
 from rkgb.probe.contexts import context_tensors, next_number
-from rkgb.probe.decompose import is_split, split
+from rkgb.probe.decompose import parts
 from rkgb.probe.names import with_display_names
 from rkgb.probe.operations import announced_writes, check_results, is_python
-from rkgb.probe.tracked import Ends, Generators, Storages
+from rkgb.probe.tracked import Generators, Storages, ends
 from rkgb.program import computed, in_mode, same, source_values
-from rkgb.randomness import RandomSource, draws_unseen, node_generators, own_generators, watched_devices
+from rkgb.randomness import draws_unseen, node_generators, own_generators, watched_devices
 from rkgb.sample import Sample, call_of
 from rkgb.storages import counter_of, memory_of, storage_key, version_of
 from rkgb.trace.guards import Guard, is_guard
@@ -121,7 +121,7 @@ class _Probe:
         self.values: dict[int, Value] = {}
         self.storages = Storages()
         self.generators = Generators(() if device else watched_devices(sources.values()), own)
-        self.ends = Ends(b)
+        self.ends = ends(b)
         self.numbers_read = False
         self.packed: list[torch.Tensor] = []  # by the node that runs; held so that addresses tell them apart
         self.savers: dict[int, list[tuple[int, torch.Tensor, int]]] = defaultdict(list)  # of each storage: see _spoil
@@ -173,13 +173,10 @@ class _Probe:
             self._run(self._with_numbers(dataclasses.replace(node, op=guard, name="guard", outputs=())))
         else:
             node = self._with_numbers(node)
-            parts = [node]
-            if is_split(node, self.env.__getitem__, self._is_on_cpu):
-                parts = split(node, self.env.__getitem__, self._new_value)
-            for part in parts:
+            for part in parts(node, self.env.__getitem__, self._new_value, self._device_of):
                 self._run(part)
-                self.ends.at[index] += [v for v in part.outputs if v >= len(self.b.names)]
-        for v in self.ends.at[index]:
+                self.ends[index] += [v for v in part.outputs if v >= len(self.b.names)]
+        for v in self.ends[index]:
             if v in self.env:
                 self.storages.remove(v, self.env.pop(v), self.values[v].storage)
 
@@ -206,21 +203,23 @@ class _Probe:
         """``node`` with the numbers that are known in place of the values that have them."""
         if not any(v in self.folded for v in node.reads()):
             return node
-        keywords = tuple((k, self._put_numbers(a)) for k, a in node.kwargs)
-        return dataclasses.replace(node, args=self._put_numbers(node.args), kwargs=keywords)
+        return node.with_values(lambda v: self.folded[v] if v in self.folded else Ref(v))
 
     def _run(self, node: Node) -> None:
         reads = node.reads()
         drawn = self.generators.before(node)
         versions = {v: version_of(self.env[v]) for v in reads}
-        contents = {v: self.env[v].detach().clone() for v in self._uncounted(node) if self._has_contents(v)}
+        contents = {v: self.env[v].detach().clone() for v in reads if self._changes_unseen(node, v)}
         self.packed.clear()
         first = next_number()
         with nullcontext() if self.device is None else Draws() as draws:
-            results = computed(self._runs(node), self.env.__getitem__)
+            runs = node if self.device is None else run_on_meta(node, self.device)
+            results = computed(runs, self.env.__getitem__)
         check_results(node, results)
         unseen = draws_unseen(node, [self.env[v] for v in reads])
-        moved = self.generators.moved(drawn) or self._may_draw(node, reads)
+        moved = self.generators.moved(drawn)
+        if not moved and node.name in _DRAW_BY_VALUES:  # it may not have drawn for these
+            moved = tuple(node_generators(node)) or (self.env[reads[0]].device,)
         if draws is not None and draws.came:
             moved = tuple(node_generators(node)) or tuple(dict.fromkeys(map(self._device_of, results)))
         counted = {v for v in reads if version_of(self.env[v]) != versions[v]}
@@ -235,12 +234,13 @@ class _Probe:
         here = {t.device for t in results}
         kept = [memory_of(t) for t in context_tensors(results, first) if t.device in here]
         writes = tuple(dict.fromkeys(self.values[v].storage for v in reads if v in changed))
-        self._gradients_written(writes)
+        for v in (v for s in writes for v in self.storages.holders[s]):  # a write may bring gradients to memory
+            self.values[v] = dataclasses.replace(self.values[v], requires_grad=self._gets_gradients(v))
         self._spoil(counted)
         for storage, counter in counters:
             if storage is not None:
                 self.savers[storage].append((len(self.nodes), counter, counter._version))
-        self.nodes.append(self._shown(node))
+        self.nodes.append(node if self.device is None else node_on(node, self.device))
         self.facts.append(Facts(writes, moved, saved, unseen, self.storages.saved(kept)))
 
     def _spoil(self, counted: set[int]) -> None:
@@ -252,45 +252,15 @@ class _Probe:
                 if counter._version != version:
                     self.facts[k] = dataclasses.replace(self.facts[k], spoilt=True)
 
-    def _may_draw(self, node: Node, reads: tuple[int, ...]) -> tuple[RandomSource, ...]:
-        """What an operation draws from that draws for some values only, and may not have done so."""
-        if node.name not in _DRAW_BY_VALUES:
-            return ()
-        return tuple(node_generators(node)) or (self.env[reads[0]].device,)
-
-    def _uncounted(self, node: Node) -> Iterable[int]:
-        """What the node reads and may change without the version counter showing it."""
-        if is_python(node):  # it may write into .data
-            return node.reads()
-        return (v for v in node.reads() if self._is_buffer(v) or self.env[v].is_inference())
+    def _changes_unseen(self, node: Node, v: int) -> bool:
+        """Whether the node may change ``v`` without the version counter showing it."""
+        if self.env[v].is_meta or not self.values[v].stride:
+            return False
+        is_buffer = v in self.b.sources and self.b.sources[v].kind == "buffer"
+        return is_buffer or self.env[v].is_inference() or is_python(node)  # Python may write into .data
 
     def _device_of(self, t: torch.Tensor) -> torch.device:
         return t.device if self.device is None else stood_for(t.device, self.device)
-
-    def _is_on_cpu(self, t: torch.Tensor) -> bool:
-        return self._device_of(t).type == "cpu"
-
-    def _runs(self, node: Node) -> Node:
-        """``node`` as it runs, without data as on the device."""
-        return node if self.device is None else run_on_meta(node, self.device)
-
-    def _shown(self, node: Node) -> Node:
-        """``node`` as D has it."""
-        return node if self.device is None else node_on(node, self.device)
-
-    def _has_contents(self, v: int) -> bool:
-        return bool(self.values[v].stride) and not self.env[v].is_meta
-
-    def _is_buffer(self, v: int) -> bool:
-        return v in self.b.sources and self.b.sources[v].kind == "buffer"
-
-    def _gradients_written(self, writes: tuple[int, ...]) -> None:
-        """A write into memory without gradients may bring some."""
-        for v in (v for s in writes for v in self.storages.holders[s]):
-            self.values[v] = dataclasses.replace(self.values[v], requires_grad=self._gets_gradients(v))
-
-    def _put_numbers(self, arg: Any) -> Any:
-        return substitute(arg, lambda v: self.folded[v] if v in self.folded else Ref(v))
 
     def graph(self) -> D_graph:
         b = self.b

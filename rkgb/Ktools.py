@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -165,19 +164,21 @@ def S_to_K(
     usage = usage or supposed(s.d)
     if costs is None:
         costs = measure_nodes(s, model, call_of(sample).tensors, usage=usage)
-    return _differentiated(s, costs, usage, _without_grad(s, model) if missing is None else missing)
-
-
-def _differentiated(s: S_graph, costs: Sequence[Cost], usage: Usage, missing: frozenset[int]) -> K_graph:
+    missing = _without_grad(s, model) if missing is None else missing
     idle = _idle(s, usage)
-    memory = _memory(s, costs, idle)
+    memory = _Memory(_data(s, costs, idle))
     buffers = GradientBuffers(s, costs, usage, missing)
-    backwards = [_backward(s, i, cost, buffers, memory) for i, cost in reversed([*enumerate(costs)])][::-1]
+    backwards: dict[int, K_backward] = {}
+    for i, cost in reversed([*enumerate(costs)]):
+        if cost.results:
+            before, peak, after = buffers.backward(i)
+            times = {"time": cost.backward_time, "launch": cost.launches[1]}
+            backwards[i] = K_backward(memory.saved_by(s, i), before=before, peak=peak, after=after, **times)
     held, returned = _until_when(s, usage, idle, memory)
     k = K_graph(
         s,
-        tuple(_node(s, i, costs[i], memory, backward) for i, backward in enumerate(backwards)),
-        tuple(memory.data),
+        tuple(_node(s, i, cost, memory, backwards.get(i)) for i, cost in enumerate(costs)),
+        memory.data,
         memory.outputs(s),
         sum(s.d.values[v].bytes for v in usage.root_values(s.d)),
         held,
@@ -191,12 +192,13 @@ def _differentiated(s: S_graph, costs: Sequence[Cost], usage: Usage, missing: fr
     return k
 
 
-class _Memory(NamedTuple):
+class _Memory:
     """The data, and which of them is a storage, by the storage, or what only a node's backward reads, by the node."""
 
-    data: list[K_data]
-    of_storage: dict[int, int]
-    private: dict[int, int]
+    def __init__(self, data: Iterable[K_data]) -> None:
+        self.data = tuple(data)
+        self.of_storage = {x.storage: k for k, x in enumerate(self.data) if x.storage is not None}
+        self.private = {x.owner: k for k, x in enumerate(self.data) if x.storage is None}
 
     def of(self, storages: Iterable[int]) -> tuple[int, ...]:
         """The data of ``storages``, each once; sources' memory is no data."""
@@ -213,17 +215,13 @@ class _Memory(NamedTuple):
         return self.of(s.d.values[v].storage for v in s.d.outputs)
 
 
-def _memory(s: S_graph, costs: Sequence[Cost], idle: frozenset[int]) -> _Memory:
+def _data(s: S_graph, costs: Sequence[Cost], idle: frozenset[int]) -> Iterator[K_data]:
     """The data in the order in which nodes make them."""
-    memory = _Memory([], {}, {})
     for i, node in enumerate(s.nodes):
         for storage in node.storages:
-            memory.of_storage[storage] = len(memory.data)
-            memory.data.append(K_data(s.d.storage_names[storage], s.d.storages[storage].bytes, i, storage))
+            yield K_data(s.d.storage_names[storage], s.d.storages[storage].bytes, i, storage)
         if node.saved.private and (costs[i].results or i in idle):
-            memory.private[i] = len(memory.data)
-            memory.data.append(K_data(f"{node.label}.saved", sum(node.saved.private), i, None))
-    return memory
+            yield K_data(f"{node.label}.saved", sum(node.saved.private), i, None)
 
 
 def _node(s: S_graph, i: int, cost: Cost, memory: _Memory, backward: K_backward | None) -> K_node:
@@ -264,10 +262,8 @@ def with_extra(k: K_graph, turned: K_graph) -> K_graph:
         return dataclasses.replace(a, before=before, peak=peak, after=after, extra=max(0, b.peak - peak))
 
     both = zip(k.nodes, turned.nodes, strict=True)
-    return dataclasses.replace(
-        k,
-        nodes=tuple(dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in both),
-    )
+    nodes = tuple(dataclasses.replace(n, backward=of(n.backward, m.backward)) for n, m in both)
+    return dataclasses.replace(k, nodes=nodes)
 
 
 def _idle(s: S_graph, usage: Usage) -> frozenset[int]:
@@ -279,22 +275,5 @@ def _idle(s: S_graph, usage: Usage) -> frozenset[int]:
 
 
 def _without_grad(s: S_graph, model: torch.nn.Module) -> frozenset[int]:
-    sources = s.d.sources.items()
-    return frozenset(v for v, src in sources if s.d.values[v].requires_grad and not _has_grad(model, src.key))
-
-
-def _has_grad(model: torch.nn.Module, key: object) -> bool:
-    if not isinstance(key, str):
-        return False
-    try:
-        return model.get_parameter(key).grad is not None
-    except AttributeError:
-        return False
-
-
-def _backward(s: S_graph, i: int, cost: Cost, buffers: GradientBuffers, memory: _Memory) -> K_backward | None:
-    """The backward of node i, which comes next; None where no gradient arrives."""
-    if not cost.results:
-        return None
-    before, peak, after = buffers.backward(i)
-    return K_backward(memory.saved_by(s, i), cost.backward_time, before, peak, after, launch=cost.launches[1])
+    with_grad = {name for name, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    return frozenset(v for v, x in s.d.sources.items() if s.d.values[v].requires_grad and x.key not in with_grad)

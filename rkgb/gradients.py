@@ -5,6 +5,7 @@ Source of the rules: ``torch/csrc/autograd/input_buffer.cpp`` and ``functions/ac
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -143,11 +144,10 @@ class GradientBuffers:
         order = [position for position in arrived if node.reads[position] not in self.uses]
         added = any(node.reads[position] in self.holds for position in order)
         if added and len(order) > 1 and _arrives_in_parts(s, i):
-            mine = self.size, self.holds, self.holders, self.views, self.tensor, self.live
-            self.size, self.holds, self.holders = self.size.copy(), self.holds.copy(), self.holders.copy()
-            self.views, self.tensor = self.views.copy(), self.tensor.copy()
-            peak = max(peak, self._arrive(i, arrived, tensors, order[::-1]))
-            self.size, self.holds, self.holders, self.views, self.tensor, self.live = mine
+            trial = copy.copy(self)
+            for name in ("size", "holds", "holders", "views", "tensor"):
+                setattr(trial, name, getattr(self, name).copy())
+            peak = max(peak, trial._arrive(i, arrived, tensors, order[::-1]))
         peak = max(peak, self._arrive(i, arrived, tensors, order))
         peak = max(peak, self._parameters(node.reads, cost, arrived, tensors))
         after = self.live

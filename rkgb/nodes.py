@@ -7,7 +7,7 @@ written ``Ref(i)``. Node arguments are constants, ``Ref``s, or lists and tuples 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,14 +69,16 @@ class Node:
     _reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        reads = refs(self.args)
-        for _, a in self.kwargs:
-            reads += refs(a)
-        object.__setattr__(self, "_reads", tuple(dict.fromkeys(reads)))
+        object.__setattr__(self, "_reads", tuple(dict.fromkeys(refs((self.args, self.kwargs)))))
 
     def reads(self) -> tuple[int, ...]:
         """Indices of the values read, in order of first use."""
         return self._reads
+
+    def with_values(self, replacement: Callable[[int], Any]) -> Node:
+        """The same operation with ``replacement(i)`` in place of every ``Ref(i)`` among its arguments."""
+        args, kwargs = substitute((self.args, self.kwargs), replacement)
+        return replace(self, args=args, kwargs=kwargs)
 
 
 def refs(arg: Any) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ import torch
 from rkgb.device import kind_of
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import Node, S_graph
+from rkgb.trace.operators import named
 
 RandomSource = torch.device | torch.Generator
 """What random numbers are drawn from: a generator, or a device, which stands for its default generator."""
@@ -54,15 +55,10 @@ def random_states(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def draws_unseen(node: Node, reads: Iterable[torch.Tensor]) -> bool:
     """Whether an operation draws from a state that can neither be read nor restored, so that it must run only once."""
-    schema = getattr(node.op, "_schema", None)
-    if schema is None:
-        return False
-
-    def given() -> dict[str, Any]:
-        names = (argument.name for argument in schema.arguments)
-        return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-    return any(kind_of(device).hides_draws(node.name, given) for device in {t.device for t in reads})
+    given = partial(named, node.op, node.args, dict(node.kwargs))
+    return hasattr(node.op, "_schema") and any(
+        kind_of(device).hides_draws(node.name, given) for device in {t.device for t in reads}
+    )
 
 
 @contextlib.contextmanager
@@ -82,36 +78,20 @@ def drawing_again(sources: Sequence[RandomSource], states: Sequence[torch.Tensor
 
 
 def own_generators(modules: Iterable[torch.nn.Module]) -> list[torch.Generator]:
-    """The generators that ``modules`` hold as attributes."""
     return list(dict.fromkeys(generators_in(v for m in modules for v in vars(m).values())))
 
 
 def generators_in(arguments: Iterable[Any]) -> list[torch.Generator]:
-    """The generators among the arguments of a call."""
-    return [a for a in arguments if _generator_classes[type(a)]]
-
-
-class _Generators(dict[type, bool]):
-    """Whether a class is one of generators, as seen so far: ``issubclass`` is slow for classes opaque to compilers."""
-
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = torch.Generator in kind.__mro__
-        return self[kind]
-
-
-_generator_classes = _Generators()
+    # ``isinstance`` is slow for classes opaque to compilers.
+    return [a for a in arguments if torch.Generator in type(a).__mro__]
 
 
 def drawn_by(s: S_graph, i: int) -> tuple[RandomSource, ...]:
     """What node i of S draws from, each once."""
-    sources: dict[RandomSource, None] = {}
-    for op in s.nodes[i].ops:
-        sources.update(dict.fromkeys(s.d.facts[op].drawn))
-    return tuple(sources)
+    return tuple(dict.fromkeys(x for op in s.nodes[i].ops for x in s.d.facts[op].drawn))
 
 
 def node_generators(node: Node) -> list[torch.Generator]:
-    """The generators that an operation is given."""
     return generators_in([*node.args, *(a for _, a in node.kwargs)])
 
 
@@ -119,10 +99,8 @@ def refuse_unseen_draws(module: torch.nn.Module, device: torch.device, what: str
     """Raise ``UnsupportedError`` if a layer of ``module``, which is to run again, ``draws_unseen``."""
     for layer in module.modules():
         if isinstance(layer, torch.nn.RNNBase):
-            given: Callable[[], dict[str, Any]] = partial(
-                dict, train=layer.training, dropout=layer.dropout, num_layers=layer.num_layers
-            )
-            if kind_of(device).hides_draws(layer.mode.lower(), given):
+            given = {"train": layer.training, "dropout": layer.dropout, "num_layers": layer.num_layers}
+            if kind_of(device).hides_draws(layer.mode.lower(), partial(dict, given)):
                 raise UnsupportedError(
                     f"{what} has {layer.mode} layers with dropout between them, which cuDNN draws from a state of its "
                     "own: run again, it would draw other numbers. Use one layer each with nn.Dropout between them, "

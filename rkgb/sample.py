@@ -36,7 +36,6 @@ class Call:
 
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     @property
@@ -50,7 +49,6 @@ class Call:
         return Call(*unflatten(leaves, self.spec))
 
     def with_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        """The same call with other tensors."""
         leaves = [replace(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         return Call(*unflatten(leaves, self.spec))
 

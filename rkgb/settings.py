@@ -18,7 +18,6 @@ _SETTINGS = (
 
 
 def settings() -> tuple[Hashable, ...]:
-    """The settings of now."""
     return tuple(setting.read() for setting in _SETTINGS)
 
 

@@ -13,6 +13,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from types import CellType, FunctionType
 from typing import Any
 
@@ -72,10 +73,10 @@ def _set(thing: Any, key: tuple[str, Any], value: Any) -> None:
         (dict if isinstance(thing, dict) else list).__setitem__(thing, name, value)
 
 
-def _rebuild(values: Any, context: Any) -> Any:
-    owner, keys = context
+def _with_values(owner: Any, keys: Iterable[tuple[str, Any]], values: Iterable[Any]) -> Any:
+    """A shallow copy of ``owner`` with these values."""
     made = copy.copy(owner)
-    for key, value in zip(keys, values, strict=True):
+    for key, value in zip(keys, values, strict=False):
         _set(made, key, value)
     return made
 
@@ -96,18 +97,10 @@ class _Context(tuple[Any, ...]):
         return f"{type(self[0]).__qualname__}{tuple(name for _, name in self[1])}"
 
 
-def _without_values(owner: Any, keys: Iterable[tuple[str, Any]]) -> Any:
-    """A shallow copy of ``owner`` whose values are None."""
-    empty = copy.copy(owner)
-    for key in keys:
-        _set(empty, key, None)
-    return empty
-
-
 pytree.register_pytree_node(
     _Parts,
-    lambda p: (list(p.values.values()), _Context((_without_values(p.owner, p.values), tuple(p.values)))),
-    _rebuild,
+    lambda p: (list(p.values.values()), _Context((_with_values(p.owner, p.values, repeat(None)), tuple(p.values)))),
+    lambda values, context: _with_values(context[0], context[1], values),
     serialized_type_name="rkgb.trees._Parts",
 )
 
@@ -124,7 +117,6 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """The tree again, with other leaves."""
     return pytree.tree_unflatten(leaves, spec)
 
 

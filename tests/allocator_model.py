@@ -2,7 +2,7 @@
 
 A range has memory in units: a segment of ``cudaMalloc`` is one, an expandable segment has pages. Free blocks are
 found by looking: what lies between blocks in use where there is memory. The rules are written a second time, from
-torch's source, and nothing is shared with ``rkgb/device/allocator.py``.
+torch's source, and nothing is shared with ``rkgb/device/allocator.py`` and ``benchmarks/gpu_run/allocator.py``.
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ import pytest
 from allocator_model import MIB, Model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_allocator import Allocator
 
-from rkgb.device.allocator import Allocator, round_size, segment_size
+from rkgb.device import allocator as product
+from rkgb.device.allocator import round_size, segment_size
 from rkgb.errors import AllocatorError
 
 
@@ -221,6 +223,22 @@ def test_random_programs_as_the_model(program: list[float | None], expandable: b
         assert [(s.address, s.size) for s in allocator.segments] == sorted(stretches)
         assert allocator.peak >= before and all(a >= b for a, b in zip(allocator.peak, before, strict=True))
         before = allocator.peak
+
+
+@settings(max_examples=200, deadline=None)
+@given(PROGRAMS | st.integers(0, 2**32).map(long_program))
+def test_programs_that_empty_no_cache_as_the_model(program: list[float | None]) -> None:
+    """Plans are predicted with the allocator alone, without what recordings have beside it."""
+    allocator, model = product.Allocator(), Model(expandable=False)
+    live: list[tuple[int, int]] = []
+    for event in program:
+        if isinstance(event, int):
+            live.append((allocator.malloc(event), model.malloc(event)))
+        elif event is not None and live:
+            handle, address = live.pop(int(event * len(live)))
+            allocator.free(handle)
+            model.free(address)
+        assert allocator.levels == model.levels
 
 
 @settings(max_examples=200, deadline=None)

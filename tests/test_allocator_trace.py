@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from allocator_model import MIB
+from simulated_allocator import Allocator
 
-from rkgb.device.allocator import Allocator
 from rkgb.errors import AllocatorError
 from rockmate.planning.reserved import Alloc, Free
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from rkgb.cost.memory import _where, measure_memory, measure_peak, measure_phase
 from rkgb.cost.node import times_by
 from rkgb.cost.piece import backward_memory
 from rkgb.device import KINDS, Cpu, Cuda, device_in_use
-from rkgb.device.kind import Measured, Moment, Phase
+from rkgb.device.kind import Moment, Timeline
 from rkgb.errors import MeasureError
 from rkgb.pipeline import make_all_graphs
 from rockmate import Rockmate
@@ -197,10 +197,10 @@ def test_measuring_a_node_takes_no_more_memory_than_a_step_that_keeps_everything
 def test_what_empties_the_caches_is_no_memory_of_the_allocator() -> None:
     """A plan within a budget is made within it, too."""
     model = nn.Linear(4, 4)
-    clock, (measured,) = Cpu().measured([lambda _: Clock.of(model, 2**26)], torch.device("cpu"))
+    clock, peak, _ = measure_memory(lambda: Clock.of(model, 2**26), torch.device("cpu"))
     (again,) = clock.again
     assert again.sum() == again.numel() == 2**20, "pages that were never written are one page"
-    assert measured.peak < 2**10
+    assert peak < 2**10
 
 
 class Seen(TorchDispatchMode):
@@ -448,9 +448,9 @@ class Warmed(Cpu):
 
         Cuda().first_use(noted, device)
 
-    def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
+    def timeline(self, device: torch.device) -> Timeline:
         self.note("measure")
-        return super().measured(phases, device)
+        return super().timeline(device)
 
 
 def net() -> nn.Module:

@@ -19,8 +19,7 @@ from models import case
 from torch import nn
 
 from rkgb import make_all_graphs
-from rkgb.cost.measure import measure_nodes
-from rkgb.cost.stand_ins import runs
+from rkgb.cost.measure import measure_nodes, runs
 from rockmate import InputError, Rockmate, frontier, rotor
 
 

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu_run.allocator import Allocator
 from gpu_run.context import Context, portion
 from gpu_run.models import WORKS, Work
 from gpu_run.recorded import read_segments, read_trace, replay_trace
-from rkgb.device.allocator import Allocator
-from rkgb.device.allocator_blocks import Levels
+from rkgb.device.allocator import Levels
 from rkgb.errors import AllocatorError
 from rockmate import Plan, Rockmate, measure_peak
 from rockmate.planning.reserved import Alloc, predict_reserved, step_events

@@ -16,8 +16,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from rkgb.device.allocator import Allocator
-from rkgb.device.allocator_blocks import Action, Kind, Segment
+from gpu_run.allocator import Action, Allocator, Kind, Segment
 from rkgb.errors import AllocatorError
 from rockmate.planning.reserved import Alloc, Free
 

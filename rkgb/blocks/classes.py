@@ -35,9 +35,11 @@ def nodes_key(d: D_graph, nodes: Sequence[S_node], exact: bool = False) -> Hasha
 
     def name(v: int) -> Hashable:
         if v not in local:
-            local[v] = len(local)
-            storage = d.values[v].storage
-            return (local[v], storages.setdefault(storage, len(storages)), *_description(d, v))
+            local[v], value, source = len(local), d.values[v], d.sources.get(v)
+            memory = storages.setdefault(value.storage, len(storages))
+            form = (value.shape, value.stride, value.dtype, value.device, value.requires_grad)
+            # Of a source only the kind counts. Whether several nodes read it follows from the numbers of values.
+            return (local[v], memory, *form, source.kind if source else "")
         return local[v]
 
     def freeze(arg: Any, rated: bool) -> Hashable:
@@ -62,11 +64,3 @@ def nodes_key(d: D_graph, nodes: Sequence[S_node], exact: bool = False) -> Hasha
         saved = tuple(storages.setdefault(x, len(storages)) for x in node.saved.storages)
         key.append((node.fixed, node.saved.private, saved))
     return tuple(key)
-
-
-def _description(d: D_graph, v: int) -> tuple[Hashable, ...]:
-    value = d.values[v]
-    source = d.sources.get(v)
-    form = (value.shape, value.stride, value.dtype, value.device, value.requires_grad)
-    # Of a source only the kind counts. Whether several nodes read it follows from the numbers of values.
-    return (*form, source.kind if source else "")

@@ -98,7 +98,6 @@ class _Reader:
         self.outputs: tuple[int, ...] | None = None
 
     def line(self, line: str) -> None:
-        """Read one line."""
         if not line:
             return
         if self.outputs is not None:
@@ -128,7 +127,7 @@ class _Reader:
         own = tuple(range(before, len(self.storages)))
         saved, kept, written = (self._memory(said, verb) for verb in ("saves", "keeps", "writes"))
         lines = [x for x in said if x not in flags and x.split()[0] not in ("saves", "keeps", "writes")]
-        usual = self._storage_name(own[0]) if own else self._name(makes[0]) if makes else ""
+        usual = list(self.storage_names)[own[0]] if own else list(self.names)[makes[0]] if makes else ""
         label = match["label"] or usual
         random, args = "random" in flags, tuple(map(Ref, reads))
         drawn = (self.values[next(iter((*makes, *reads)))].device,) if random else ()
@@ -171,14 +170,7 @@ class _Reader:
         known = tuple(_found(x, self.storage_names) for x in parts if x not in private)
         return Saved(known, tuple(int(x.split()[0]) for x in private))
 
-    def _storage_name(self, storage: int) -> str:
-        return list(self.storage_names)[storage]
-
-    def _name(self, v: int) -> str:
-        return list(self.names)[v]
-
     def graph(self) -> S_graph:
-        """The graph of the lines."""
         if self.outputs is None:
             raise TextError("the text has no line of outputs: return ...")
         d = D_graph(

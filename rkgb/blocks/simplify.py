@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Sequence
 
 from rkgb.blocks.uses import moved_uses, with_aliases
 from rkgb.graphs import D_graph, S_graph, S_node, Saved
@@ -190,15 +191,20 @@ def _reads_changing(d: D_graph, k: int, changed: set[int], statistics: set[int])
     return not read.isdisjoint(changed) or not read.isdisjoint(statistics.difference(own))
 
 
+def saved_by(d: D_graph, ops: Sequence[int], storages: Collection[int]) -> Saved:
+    """What ``ops`` save. Of what they allocate beside ``storages`` only they know, as of what is private to each."""
+    known = dict.fromkeys(s for op in ops for s in d.facts[op].saved.storages)
+    inner = [s for s in known if d.storages[s].owner in ops and s not in storages]
+    private = (*(b for op in ops for b in d.facts[op].saved.private), *(d.storages[s].bytes for s in inner))
+    return Saved(tuple(s for s in known if s not in inner), private)
+
+
 def _node(d: D_graph, ops: list[int], index: int, uses: dict[int, set[int]], clean: set[int], once: bool) -> S_node:
     made = [v for op in ops for v in d.nodes[op].outputs]
     reads = tuple(dict.fromkeys(v for op in ops for v in d.nodes[op].reads() if v not in made))
     makes = tuple(v for v in made if uses.get(v, set()) - {index})
     mine = {s for s in {d.values[v].storage for v in made} if d.storages[s].owner in ops}
     storages = tuple(dict.fromkeys(s for v in makes for s in [d.values[v].storage] if s in mine))
-    known = dict.fromkeys(s for op in ops for s in d.facts[op].saved.storages)
-    inner = [d.storages[s].bytes for s in known if s in mine and s not in storages]
-    private = tuple(b for op in ops for b in d.facts[op].saved.private) + tuple(inner)
     main = next((op for op in ops if any(d.values[v].storage in mine for v in d.nodes[op].outputs)), ops[0])
     requires_grad = any(d.values[v].requires_grad for v in made)
     random = any(d.facts[op].random for op in ops)
@@ -211,7 +217,7 @@ def _node(d: D_graph, ops: list[int], index: int, uses: dict[int, set[int]], cle
         reads=reads,
         makes=makes,
         storages=storages,
-        saved=Saved(tuple(s for s in known if s not in mine or s in storages), private),
+        saved=saved_by(d, ops, storages),
         requires_grad=requires_grad,
         random=random,
         fixed=once

@@ -12,7 +12,7 @@ import itertools
 
 import torch
 
-from rkgb.graphs import D_graph, Facts, Node, Ref, Saved, substitute
+from rkgb.graphs import D_graph, Facts, Node, Ref, Saved
 
 Use = tuple[int, int]
 """(D node, value that it reads)."""
@@ -36,15 +36,10 @@ def moved_uses(d: D_graph, groups: list[list[int]]) -> set[Use]:
         latest = itertools.accumulate(places, max)
         earliest = [*itertools.accumulate(reversed(places), min)][::-1]
         for k, place, before, behind in zip(nodes, places, latest, earliest, strict=True):
-            if not before == place == behind and not _shares_memory(d, k, v):
+            touched = {*d.facts[k].writes, *(d.values[u].storage for u in d.nodes[k].outputs)}
+            if not before == place == behind and d.values[v].storage not in touched:
                 moved.add((k, v))
     return moved
-
-
-def _shares_memory(d: D_graph, k: int, v: int) -> bool:
-    """Whether node k changes the memory of v, or returns a view of it."""
-    storage = d.values[v].storage
-    return storage in d.facts[k].writes or any(d.values[u].storage == storage for u in d.nodes[k].outputs)
 
 
 def with_aliases(d: D_graph, uses: set[Use]) -> D_graph:
@@ -54,7 +49,7 @@ def with_aliases(d: D_graph, uses: set[Use]) -> D_graph:
     facts: list[Facts] = []
     number: dict[int, int] = {}  # of each node, in the new graph
     for k, node in enumerate(d.nodes):
-        put: dict[int, Ref] = {}
+        put = {v: Ref(v) for v in node.reads()}
         for v in node.reads():
             if (k, v) in uses:
                 alias = len(names)
@@ -66,7 +61,7 @@ def with_aliases(d: D_graph, uses: set[Use]) -> D_graph:
                 nodes.append(Node(operation, "alias", (Ref(v),), (), (alias,), False, *where, names[-1]))
                 facts.append(Facts((), (), Saved((), ())))
         number[k] = len(nodes)
-        nodes.append(_with_reads(node, put) if put else node)
+        nodes.append(node.with_values(put.__getitem__))
         facts.append(d.facts[k])
     storages = tuple(s if s.owner is None else dataclasses.replace(s, owner=number[s.owner]) for s in d.storages)
     changed = dataclasses.replace(
@@ -74,15 +69,6 @@ def with_aliases(d: D_graph, uses: set[Use]) -> D_graph:
     )
     changed.verify()
     return changed
-
-
-def _with_reads(node: Node, put: dict[int, Ref]) -> Node:
-    def other(v: int) -> Ref:
-        return put.get(v, Ref(v))
-
-    return dataclasses.replace(
-        node, args=substitute(node.args, other), kwargs=tuple((key, substitute(a, other)) for key, a in node.kwargs)
-    )
 
 
 def _new_name(names: list[str], name: str) -> str:

@@ -9,8 +9,8 @@ import torch
 
 from rkgb.cost.piece import Gradients, Layouts, Tap, ignore
 from rkgb.errors import BACKWARD_INSIDE, UnsupportedError
-from rkgb.graphs import D_graph, S_node
-from rkgb.program import run_node, same
+from rkgb.graphs import D_graph, S_graph, S_node, Value
+from rkgb.program import run_node, same, source_values
 from rkgb.trace.guards import GuardFailed, is_guard
 
 _NOTHING = contextlib.nullcontext()
@@ -39,7 +39,10 @@ class NodeRun:
         self.inputs = [v for v in node.reads if not is_parameter(d, v)]
         self.tapped = [v for v in self.inputs if d.values[v].requires_grad]
         self.values = values
-        self.leaves = {v: _leaf(values[v], v in with_grad) for v in node.reads if is_parameter(d, v)}
+        parameters = {v: values[v] for v in node.reads if is_parameter(d, v)}
+        self.leaves = {v: t.detach().requires_grad_(t.requires_grad) for v, t in parameters.items()}
+        for leaf in (leaf for v, leaf in self.leaves.items() if v in with_grad and leaf.requires_grad):
+            leaf.grad = torch.zeros_like(leaf)
         self.without_grad = [leaf for leaf in self.leaves.values() if leaf.grad is None]
         self.device = next((d.values[v].device for v in (*node.makes, *node.reads)), torch.device("cpu"))
         self.anchor = torch.zeros((), requires_grad=True)
@@ -61,7 +64,6 @@ class NodeRun:
             leaf.grad = None
 
     def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The results that get gradients."""
         return [results[k] for k in self.fed]
 
 
@@ -91,9 +93,17 @@ def is_parameter(d: D_graph, v: int) -> bool:
     return v in d.sources and d.values[v].requires_grad
 
 
-def _leaf(t: torch.Tensor, with_grad: bool) -> torch.Tensor:
-    """A leaf in the memory of ``t`` with a ``.grad`` of its own: zeros if ``with_grad``, else None."""
-    leaf = t.detach().requires_grad_(t.requires_grad)
-    if t.requires_grad and with_grad:
-        leaf.grad = torch.zeros_like(t)
-    return leaf
+def has_strides(value: Value) -> bool:
+    """Whether the value has strides. A sparse input has none."""
+    return len(value.stride) == len(value.shape)
+
+
+def on_zeros(s: S_graph, node: S_node, model: torch.nn.Module, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Inputs for a run of the node alone: parameters and sparse inputs themselves, and zeros in place of all others."""
+    forms = {v: s.d.values[v] for v in node.reads}
+    own = {v: s.d.sources[v] for v, x in forms.items() if is_parameter(s.d, v) or not has_strides(x)}
+    values = source_values(own, model, inputs)
+    for v, x in forms.items():
+        if v not in own:
+            values[v] = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
+    return values

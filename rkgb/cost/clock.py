@@ -1,4 +1,4 @@
-"""How long a piece of a model takes: medians of timed runs on its device."""
+"""How long a piece of a model takes: medians of timed runs on its device, or by counted operations and bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from rkgb.cost.costs import Times
 from rkgb.cost.piece import Piece, gradients, randomized, run_backward
 from rkgb.device import kind_of
+from rkgb.trace.preserved import each_saved
 
 Mark = Callable[[], Any]
 """Marks this moment of a device."""
@@ -63,12 +65,7 @@ class Clock:
         used = min(touched, kind.caches) // 8
         return cls(tuple(kind.to_read(device)), again=(_beside_the_allocator(used)[::_LINE],) if used else ())
 
-    def once(self, run: TimedRun, device: torch.device) -> list[int]:
-        """The times of the parts of one ``run``."""
-        return self._once(run, device, 0)[0]
-
     def medians(self, run: TimedRun, device: torch.device) -> tuple[int, ...]:
-        """The median times of the parts of ``run``."""
         runs: list[list[int]] = []
         launched = spent = 0
         while len(runs) < self.repeat and spent < _ENOUGH:
@@ -124,9 +121,12 @@ class Clock:
             del results
             return ((start, end),)
 
-        first = self.once(run, piece.device)[0]
+        (first,), _ = self._once(run, piece.device, 0)
         times, more = _COLD
-        return first if first <= times * warm + more else min(first, self.once(run, piece.device)[0])
+        if first <= times * warm + more:
+            return first
+        (second,), _ = self._once(run, piece.device, 0)
+        return min(first, second)
 
     def _once(self, run: TimedRun, device: torch.device, launched: int) -> tuple[list[int], int]:
         """The times of the parts, and how long the host took for the run, which was ``launched`` ns the last time."""
@@ -137,3 +137,43 @@ class Clock:
         marks = run(lambda: kind.mark(device))
         launched = time.perf_counter_ns() - began
         return [kind.between(start, end) for start, end in marks], launched
+
+
+Model = Callable[[int, int], int]
+"""(operations, bytes touched) -> nanoseconds."""
+
+
+def counted(function: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of ``function`` and the number of its operations."""
+    with FlopCounterMode(display=False) as counter:
+        result = function()
+    return result, counter.get_total_flops()
+
+
+def counted_tail(function: Callable[[], Any]) -> int:
+    """The number of operations of ``function`` after autograd has saved the last tensor."""
+    at_last = 0
+
+    def note(_: torch.Tensor) -> None:
+        nonlocal at_last
+        at_last = counter.get_total_flops()
+
+    with FlopCounterMode(display=False) as counter, each_saved(note):
+        function()
+    return int(counter.get_total_flops()) - at_last
+
+
+def modelled_times(piece: Piece, touched: int, time: Model) -> tuple[int, int]:
+    """Times of forward and backward by ``time``, the same on every run and on every machine of a kind; the latter is 0
+    where no result gets a gradient. Counted are the operations that PyTorch's flop counter knows: matrix products,
+    convolutions, attention.
+
+    ``touched``: bytes that the forward reads and writes. The backward is taken to touch twice as many.
+    """
+    results, operations = counted(piece.forward)
+    forward = time(operations, touched)
+    ends = piece.ends(results)
+    if not ends:
+        return forward, 0
+    _, operations = counted(lambda: run_backward(ends, gradients(piece, results)))
+    return forward, time(operations, 2 * touched)

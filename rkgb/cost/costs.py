@@ -73,7 +73,6 @@ class Cost:
 
     @property
     def times(self) -> Times:
-        """Its times."""
         return Times(self.forward_time, self.backward_time, self.warm_time, self.launches)
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
+import torch
+
 from rkgb.cost.costs import Cost
 from rkgb.cost.usage import Usage
-from rkgb.graphs import Facts, S_graph, Saved, Storage
+from rkgb.graphs import D_graph, Facts, Ref, S_graph, Saved, Storage
 from rkgb.probe.skeleton import skeleton
 
 FEWEST = 3
@@ -179,3 +181,25 @@ def _cost(c: Cost, of: Callable[[int], int], time: Callable[[int], int]) -> Cost
         incoming=of(c.incoming),
         inputs=tuple(g and dataclasses.replace(g, bytes=of(g.bytes)) for g in c.inputs),
     )
+
+
+_LAST = 9
+"""Arguments of ``aten._convolution`` on which the kernel depends: input, weight, bias, and how it is computed."""
+
+
+def convolution_kernels(d: D_graph) -> dict[str, str]:
+    """The kernel that PyTorch takes for each convolution on the CPU, by the name of its result: on one thread it
+    depends on the number of images. Nothing runs; ``d`` may be of any size.
+    """
+    found = {}
+    for node in d.nodes:
+        if node.op is torch.ops.aten._convolution.default and d.values[node.outputs[0]].device.type == "cpu":
+            arguments = [_form(d, a) if isinstance(a, Ref) else a for a in node.args[:_LAST]]
+            found[d.names[node.outputs[0]]] = str(torch._C._select_conv_backend(*arguments))
+    return found
+
+
+def _form(d: D_graph, ref: Ref) -> torch.Tensor:
+    """A tensor of the value's shape and type, and of one element's memory."""
+    value = d.values[ref.index]
+    return torch.empty((), dtype=value.dtype).expand(value.shape)

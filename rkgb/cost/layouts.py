@@ -16,12 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rkgb.cost.alone import NodeRun, gradients_watched, is_parameter
+from rkgb.cost.alone import NodeRun, gradients_watched, has_strides, on_zeros
 from rkgb.cost.memory import refuse_within_measurements
 from rkgb.cost.piece import Gradients, Layouts, feed
-from rkgb.graphs import S_graph, S_node, Value
-from rkgb.probe.numbers import strides_as
-from rkgb.program import source_values
+from rkgb.graphs import S_graph, S_node
 from rkgb.storages import storage_key
 from rkgb.trace.preserved import preserved
 
@@ -134,35 +132,41 @@ def layouts_at_other_sizes(
         of_node: list[tuple[int, ...] | None] = []
         for k, stride in zip(results, strides, strict=True):
             then, now = (graph.d.values[node.makes[k]].shape for graph in (old, new))
-            if stride is None:
-                of_node.append(None)
-                continue
             grown = any(a == 1 != b for a, b in zip(then, now, strict=True))
-            here = None if grown else strides_as(then, stride, now)
-            if here is None:
+            here = None if stride is None or grown else _strides_as(then, stride, now)
+            if here is None and stride is not None:
                 return None
-            of_node.append(tuple(here))
+            of_node.append(here)
         found.append(tuple(of_node))
     return found
+
+
+def _strides_as(sizes: Sequence[int], strides: Sequence[int], now: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides without gaps for sizes ``now``, in the order of dimensions that ``strides`` have for ``sizes``.
+
+    None if ``strides`` have gaps.
+    """
+    order = sorted(range(len(sizes)), key=lambda k: (strides[k], sizes[k]))
+    before, after, result = 1, 1, [0] * len(sizes)
+    for k in order:
+        if strides[k] != before:
+            return None
+        result[k] = after
+        before, after = before * sizes[k], after * now[k]
+    return tuple(result)
 
 
 def _outgoing(
     s: S_graph, node: S_node, model: torch.nn.Module, inputs: list[torch.Tensor], fed: tuple[int, ...], layouts: Layouts
 ) -> Outgoing:
     """The strides of the gradients that the node's backward computes for its inputs."""
-    strided = {v: x for v in node.reads if _is_strided(x := s.d.values[v])}
-    if _is_large(s, node) and strided.keys() == set(node.reads):
-        empty = {v: torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for v, x in strided.items()}
+    forms = {v: s.d.values[v] for v in node.reads}
+    if _is_large(s, node) and all(map(has_strides, forms.values())):
+        empty = {v: torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for v, x in forms.items()}
         with contextlib.suppress(Exception):  # what operations say of the meta device
             return _of_run(NodeRun(s.d, node, empty, fed, layouts))
     refuse_within_measurements()
-    own = {v: s.d.sources[v] for v in node.reads if is_parameter(s.d, v) or v not in strided}
-    values = source_values(own, model, inputs)
-    for v in node.reads:
-        if v not in values:
-            x = s.d.values[v]
-            values[v] = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=x.device).zero_()
-    run = NodeRun(s.d, node, values, fed, layouts)
+    run = NodeRun(s.d, node, on_zeros(s, node, model, inputs), fed, layouts)
     try:
         return _of_run(run)
     except Exception:  # noqa: BLE001 - an operation may refuse zeros: its gradients are taken to be contiguous
@@ -196,11 +200,6 @@ def outgoing(run: NodeRun, came: Sequence[torch.Tensor], gradients: Gradients) -
     return found
 
 
-def _is_strided(value: Value) -> bool:
-    """Whether the value has strides. A sparse input has none, and is used itself instead of zeros."""
-    return len(value.stride) == len(value.shape)
-
-
 def _of_sum(shape: tuple[int, ...], a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The strides of the sum, elsewhere, of two gradients of strides ``a`` and ``b``."""
     if a is b is None:
@@ -229,6 +228,5 @@ def unless_contiguous(t: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def strides_of_new(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a new tensor."""
     behind = itertools.accumulate((max(1, size) for size in shape[:0:-1]), operator.mul, initial=1)
     return tuple(behind)[::-1] if shape else ()

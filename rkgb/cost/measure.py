@@ -9,19 +9,18 @@ import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from rkgb.blocks.classes import nodes_key
-from rkgb.cost.alone import NodeRun, gradients_watched
+from rkgb.cost.alone import NodeRun, gradients_watched, on_zeros
 from rkgb.cost.costs import Cost, InputGradient, Kept, Known, check_costs
 from rkgb.cost.layouts import differentiated, gradient_layouts
 from rkgb.cost.memory import refuse_within_measurements
-from rkgb.cost.node import measure_node, times_by
+from rkgb.cost.node import measure_node, times_by, warm
 from rkgb.cost.piece import Layouts
-from rkgb.cost.stand_ins import Runs, runs
 from rkgb.cost.usage import Usage, supposed, turned_strides
-from rkgb.cost.warm import on_zeros, warm
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.graphs import S_graph, S_node
 from rkgb.nodes import kept_bytes
@@ -70,20 +69,19 @@ class _Task:
     report: Callable[[float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Nodes:
-    """What decides the costs of the nodes, one item for each node.
+class _Key(NamedTuple):
+    """What decides the costs of a node.
 
-    ``fed``: positions in ``makes`` that get gradients, ``layouts`` these gradients' strides. ``held``: positions in
-    ``makes`` that the caller holds and the node's own backward would otherwise release. ``same``: equal for equal
-    nodes; ``keys``: for nodes of equal costs.
+    ``same``: equal for equal nodes. ``fed``: positions in ``makes`` that get gradients, ``layouts`` these gradients'
+    strides. ``given``: which of its inputs have a ``.grad``. ``held``: positions in ``makes`` that the caller holds and
+    the node's own backward would otherwise release.
     """
 
-    same: list[Hashable]
-    fed: list[tuple[int, ...]]
-    layouts: list[Layouts]
-    held: list[tuple[int, ...]]
-    keys: Sequence[tuple[Hashable, ...]]
+    same: Hashable
+    fed: tuple[int, ...]
+    given: tuple[bool, ...]
+    layouts: Layouts
+    held: tuple[int, ...]
 
 
 def _stored_or_measured(task: _Task) -> list[Cost]:
@@ -104,7 +102,6 @@ def _stored_or_measured(task: _Task) -> list[Cost]:
 
 
 def _given(sources: dict[int, torch.Tensor]) -> frozenset[int]:
-    """The sources that have a ``.grad`` now."""
     return frozenset(v for v, t in sources.items() if t.is_leaf and t.grad is not None)
 
 
@@ -116,16 +113,16 @@ def _with_memory_of(anew: frozenset[int], costs: list[Cost], task: _Task) -> lis
     s, known = task.s, task.known
     sources = source_values(s.d.sources, task.model, task.inputs)
     given, times_of = _given(sources), times_by(task.costs, task.model)
-    nodes, found = _nodes(task, given), list(costs)
+    keys, found = _keys(task, given), list(costs)
     with preserved(task.model, task.inputs, s.d.structure.written), torch.enable_grad():
         for i in anew:
-            node, key = s.nodes[i], nodes.keys[i]
+            node, key = s.nodes[i], keys[i]
             if key not in known.costs:
                 values = on_zeros(s, node, task.model, task.inputs)
-                run = NodeRun(s.d, node, values, nodes.fed[i], nodes.layouts[i], given, guarded=False)
+                run = NodeRun(s.d, node, values, key.fed, key.layouts, given, guarded=False)
                 try:
                     with gradients_watched(task.model, s.d, node):
-                        known.costs[key] = measure_node(run, nodes.held[i], costs[i].times, times_of)[0]
+                        known.costs[key] = measure_node(run, key.held, costs[i].times, times_of)[0]
                 except Exception:  # noqa: BLE001 - each operation refuses in its own way
                     known.costs[key] = costs[i]
             found[i] = known.costs[key]
@@ -139,12 +136,12 @@ def _measured(task: _Task, sources: dict[int, torch.Tensor], given: frozenset[in
     A measured backward may give other strides than its run on the meta device: then the gradients of the nodes before
     it are followed again, and those that get others are measured.
     """
-    known, nodes = task.known, _nodes(task, given)
-    while not known.costs.keys() >= set(nodes.keys):
+    known, keys = task.known, _keys(task, given)
+    while not known.costs.keys() >= set(keys):
         refuse_within_measurements()  # here, since what follows runs nodes, and takes any error for a stand-in's
         before, strides = set(known.costs), dict(known.outgoing)
         try:
-            _run_and_measure(task, nodes, sources, given, stand_ins=known.stand_ins)
+            _run_and_measure(task, keys, sources, given)
         except Exception:
             if not known.stand_ins:
                 raise
@@ -152,50 +149,97 @@ def _measured(task: _Task, sources: dict[int, torch.Tensor], given: frozenset[in
             for key in known.costs.keys() - before:
                 del known.costs[key]
         if known.outgoing != strides:
-            nodes = _nodes(task, given)
-    known.layouts[task.usage] = nodes.layouts
-    return [known.costs[key] for key in nodes.keys]
+            keys = _keys(task, given)
+    known.layouts[task.usage] = [key.layouts for key in keys]
+    return [known.costs[key] for key in keys]
 
 
-def _nodes(task: _Task, given: frozenset[int]) -> _Nodes:
+def _keys(task: _Task, given: frozenset[int]) -> list[_Key]:
     s, usage = task.s, task.usage
     fed = differentiated(s, usage.root_values(s.d))
     number: dict[Hashable, int] = {}
     same: list[Hashable] = [number.setdefault(nodes_key(s.d, [node]), len(number)) for node in s.nodes]
-    turned = {v: turned_strides(s.d.values[v]) for v in (s.d.outputs[k] for k in usage.turned or ())}
-    strides = dict.fromkeys(usage.root_values(s.d)) | turned
     layouts = task.known.layouts.get(usage)
     if layouts is None:
+        turned = {v: turned_strides(s.d.values[v]) for v in (s.d.outputs[k] for k in usage.turned or ())}
+        strides = dict.fromkeys(usage.root_values(s.d)) | turned
         layouts = gradient_layouts(s, task.model, task.inputs, fed, same, strides, task.known.outgoing)
     caller = usage.held_storages(s.d)
-    held = [_held_and_saved(s, node, caller) for node in s.nodes]
-    keys = [(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i], held[i]) for i, n in enumerate(s.nodes)]
-    return _Nodes(same, fed, layouts, held, keys)
+    return [
+        _Key(same[i], fed[i], tuple(v in given for v in n.reads), layouts[i], _held_and_saved(s, n, caller))
+        for i, n in enumerate(s.nodes)
+    ]
 
 
 def _run_and_measure(
-    task: _Task, nodes: _Nodes, sources: dict[int, torch.Tensor], given: frozenset[int], *, stand_ins: bool
+    task: _Task, keys: Sequence[_Key], sources: dict[int, torch.Tensor], given: frozenset[int]
 ) -> None:
     """Run the nodes whose results are needed, and measure each distinct node when its inputs are there."""
-    s, costs = task.s, task.known.costs
-    plan = runs(s, nodes.keys, stand_ins)
+    s, costs, stand_ins = task.s, task.known.costs, task.known.stand_ins
+    plan = runs(s, keys, stand_ins)
     times_of = times_by(task.costs, task.model, beside_measured(s))
     env = dict(sources)
     with preserved(task.model, task.inputs, s.d.structure.written), torch.enable_grad():
         for done, i in enumerate(sorted(plan.reads), 1):
-            node, key = s.nodes[i], nodes.keys[i]
+            node, key = s.nodes[i], keys[i]
             values = dict(zip(node.reads, (env[v] for v in plan.reads[i]), strict=True))
             if i in plan.measured and key not in costs:
-                run = NodeRun(s.d, node, values, nodes.fed[i], nodes.layouts[i], given, guarded=stand_ins)
+                run = NodeRun(s.d, node, values, key.fed, key.layouts, given, guarded=stand_ins)
                 with gradients_watched(task.model, s.d, node), _derivatives_named(s, node):
-                    costs[key], strides = measure_node(run, nodes.held[i], task.known.times(key), times_of)
-                task.known.outgoing[nodes.same[i], nodes.fed[i], nodes.layouts[i]] = strides
+                    costs[key], strides = measure_node(run, key.held, task.known.times(key), times_of)
+                task.known.outgoing[key.same, key.fed, key.layouts] = strides
                 del run
             if i in plan.needed:
                 env.update(_results(s, i, values))
-            _release(env, plan, s, i, sources)
+            for v in (*plan.reads[i], *node.makes):
+                if plan.last.get(v, i) <= i and v not in sources:
+                    env.pop(v, None)
             del values
             task.report(done / len(plan.reads))
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Which nodes must run so that each distinct node can be measured on real values.
+
+    ``measured``: nodes that are the first of their key. ``needed``: nodes whose results a measured or needed node
+    reads. ``reads``: for each of these nodes, the values in place of ``S_node.reads``. ``last``: for each value, the
+    last node that reads it.
+    """
+
+    measured: frozenset[int]
+    needed: frozenset[int]
+    reads: dict[int, tuple[int, ...]]
+    last: dict[int, int]
+
+
+def runs(s: S_graph, keys: Sequence[Hashable], stand_ins: bool) -> _Runs:
+    """Which nodes to run and to measure. ``keys``: one for each node, equal for equal nodes.
+
+    ``stand_ins``: results of the first of equal nodes, which have the same form, stand in for those of the others. The
+    norm after forty-eight equal layers is measured on the output of the first layer, and the other layers need not run.
+    Only values that require grad have stand-ins. Indices, masks and numbers that Python reads are not replaced.
+    """
+    first: dict[Hashable, int] = {}
+    stands: dict[int, int] = {}
+    maker: dict[int, int] = {}
+    for i, (node, key) in enumerate(zip(s.nodes, keys, strict=True)):
+        maker.update(dict.fromkeys(node.makes, i))
+        of = s.nodes[first.setdefault(key, i)]
+        if stand_ins and of is not node:
+            stands.update((v, w) for v, w in zip(node.makes, of.makes, strict=True) if s.d.values[v].requires_grad)
+    measured = frozenset(first.values())
+    needed: set[int] = set() if stand_ins else set(range(len(s.nodes)))
+    reads: dict[int, tuple[int, ...]] = {}
+    last: dict[int, int] = {}
+    for i in reversed(range(len(s.nodes))):
+        if i in measured or i in needed:
+            reads[i] = tuple(stands.get(v, v) for v in s.nodes[i].reads)
+            for v in reads[i]:
+                last.setdefault(v, i)
+                if v in maker:
+                    needed.add(maker[v])
+    return _Runs(measured, frozenset(needed), reads, last)
 
 
 def beside_measured(s: S_graph) -> int:
@@ -226,13 +270,6 @@ def _derivatives_named(s: S_graph, node: S_node) -> Iterator[None]:
 
 
 _NO_DERIVATIVE = re.compile(r"derivative for \S+ is not implemented")
-
-
-def _release(env: dict[int, torch.Tensor], plan: Runs, s: S_graph, i: int, sources: dict[int, torch.Tensor]) -> None:
-    """Remove the values whose last reader is node ``i``."""
-    for v in (*plan.reads[i], *s.nodes[i].makes):
-        if plan.last.get(v, i) <= i and v not in sources:
-            env.pop(v, None)
 
 
 def _held_and_saved(s: S_graph, node: S_node, caller: frozenset[int]) -> tuple[int, ...]:

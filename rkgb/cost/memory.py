@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 
 from rkgb.device import device_in_use, kind_of
-from rkgb.device.kind import Measured, Phase, Timeline
+from rkgb.device.kind import Timeline
 from rkgb.errors import MeasureError, PlanWanted
 from rkgb.storages import storage_key
+from rkgb.warn import warn
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -44,7 +46,6 @@ _PLANS_WITHIN = (
 
 
 def is_measuring() -> bool:
-    """Whether this thread is measuring."""
     return threading.get_ident() in _measurers
 
 
@@ -67,7 +68,12 @@ def _measuring(device: torch.device) -> Iterator[None]:
     try:
         for end in give_way:
             end()
-        kind_of(device).before_measuring()
+        if kind_of(device).is_watched():
+            warn(
+                "the running profiler session ends: memory is measured by another one. Start the profiler when plans "
+                "are made, after a first call of each kind",
+                RuntimeWarning,
+            )
         yield
     finally:
         _measurers.clear()
@@ -83,23 +89,34 @@ def measure_memory(function: Callable[[], Any], device: torch.device) -> tuple[A
 
     Raises ``MeasureError`` within another measurement.
     """
-    result, (found,) = measure_phases([lambda _: function()], device)
-    return result, found.peak, found.net
+    result, ((peak, net),) = measure_phases([lambda _: function()], device)
+    return result, peak, net
 
 
-def measure_phases(phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
-    """Run ``phases`` in turn, each on the result of the one before: the last result, and the memory of each phase.
+def measure_phases(phases: Sequence[Callable[[Any], Any]], device: torch.device) -> tuple[Any, list[tuple[int, int]]]:
+    """Run ``phases`` in turn, each on the result of the one before, the first on None: the last result, and of each
+    phase the bytes above the level at its begin, at the most and at its end.
 
     Memory that one phase allocates and another releases is subtracted; two calls of ``measure_memory`` would not see
     this on the CPU. Raises ``MeasureError`` within another measurement.
     """
+    results: list[Any] = [None]  # what a phase gets is held by nobody else
     with _measuring(device):
-        return kind_of(device).measured(phases, device)
+        timeline = kind_of(device).timeline(device)
+        try:
+            for phase in phases:
+                timeline.mark()
+                results.append(phase(results.pop()))
+            timeline.mark()
+        finally:
+            moments = timeline.close()
+    assert moments is not None, "every mark was recorded"
+    return results.pop(), [(a.peak - a.level, b.level - a.level) for a, b in itertools.pairwise(moments)]
 
 
 def timeline(device: torch.device) -> Timeline | None:
     """A ``Timeline`` on the allocator of ``device``; None during a measurement or a session of torch's profiler."""
-    return None if _measurers else kind_of(device).timeline(device)
+    return None if _measurers or kind_of(device).is_watched() else kind_of(device).timeline(device)
 
 
 def measure_peak(
@@ -124,10 +141,9 @@ def measured_moments(device: torch.device | str | torch.nn.Module | None = None)
     """An open ``Timeline``, which the caller closes; what ``measure_peak`` says of ``device`` and of errors holds."""
     where = _where(device)
     with _measuring(where):
-        opened = kind_of(where).timeline(where)
-        if opened is None:
+        if kind_of(where).is_watched():
             raise MeasureError("a profiler session is open, and memory is measured by one: end it before")
-        yield opened
+        yield kind_of(where).timeline(where)
 
 
 def _where(device: torch.device | str | torch.nn.Module | None) -> torch.device:

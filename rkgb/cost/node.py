@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from rkgb.cost.alone import NodeRun
-from rkgb.cost.clock import Clock
+from rkgb.blocks.classes import nodes_key
+from rkgb.cost.alone import NodeRun, gradients_watched, on_zeros
+from rkgb.cost.clock import Clock, modelled_times
 from rkgb.cost.costs import Cost, InputGradient, Times
-from rkgb.cost.counted import modelled_times
-from rkgb.cost.layouts import Outgoing, is_dense, outgoing
+from rkgb.cost.layouts import Outgoing, differentiated, is_dense, outgoing
 from rkgb.cost.memory import measure_memory, storage_bytes
-from rkgb.cost.piece import backward_memory, feed, ignore
+from rkgb.cost.piece import BackwardMemory, backward_memory, feed, ignore
+from rkgb.cost.usage import differentiable
 from rkgb.device import kind_of
+from rkgb.graphs import S_graph
 from rkgb.storages import memory_of, storage_key
 from rkgb.trace.preserved import preserved
 
@@ -58,21 +62,17 @@ def measure_node(run: NodeRun, held: tuple[int, ...], times: Times | None, times
             forward_peak = measure_memory(run.forward, run.device)[1]
             times = times or times_of(run, (0, 0))
             return Cost(times.forward, forward_peak, warm_time=times.warm, launches=times.launches), {}
-        alone = backward_memory(run, held=held)
-        forward_peak, incoming, backward_peak = alone.forward_peak, alone.incoming, alone.peak
-        del alone
-        holding = _holding_gradients(run, held)
+        alone = dataclasses.replace(backward_memory(run, held=held), inputs=())
+        holding, inputs, views, strides = _holding_gradients(run, held)
         types = [run.d.values[run.node.makes[k]].dtype for k in run.fed]
-        together = holding.peak if len(set(types)) > 1 else backward_peak
+        together = holding.peak if len(set(types)) > 1 else alone.peak
         if len(types) > 1 and len(set(types)) == 1:
             together = backward_memory(run, held=held, together=True).peak
         times = times or times_of(run, holding.times)  # last: the runs above have warmed up the kernels
-    peaks = backward_peak, holding.peak, together
-    inputs = holding.inputs, holding.views
-    cost = Cost(
-        times.forward, forward_peak, times.backward, *peaks, incoming, run.fed, *inputs, times.warm, times.launches
-    )
-    return cost, holding.strides
+    peaks = alone.peak, holding.peak, together, alone.incoming
+    given = run.fed, inputs, views
+    cost = Cost(times.forward, alone.forward_peak, times.backward, *peaks, *given, times.warm, times.launches)
+    return cost, strides
 
 
 def first_use(run: NodeRun) -> None:
@@ -82,6 +82,26 @@ def first_use(run: NodeRun) -> None:
         kind.first_use(run.forward, run.device)
         if run.fed:
             feed(ignore, run, run.forward()).backward()
+
+
+def warm(s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
+    """Run each distinct node once on zeros, forward and backward, in the threads in which a plan that was loaded runs
+    it, so that its kernels allocate their workspaces first.
+
+    Nothing runs on devices whose kernels keep no workspaces. The memory needed is that of one node.
+    """
+    if not kind_of(s.device).keeps_workspaces:
+        return
+    seen: set[Hashable] = set()
+    with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
+        for node, fed in zip(s.nodes, differentiated(s, [s.d.outputs[k] for k in differentiable(s.d)]), strict=True):
+            key = nodes_key(s.d, [node]), fed
+            if key in seen or not node.makes:
+                continue
+            seen.add(key)
+            run = NodeRun(s.d, node, on_zeros(s, node, model, inputs), fed, (None,) * len(fed))
+            with gradients_watched(model, s.d, node), contextlib.suppress(Exception):
+                first_use(run)  # an operation may refuse zeros; the first step is then its first use
 
 
 def _written(run: NodeRun, v: int) -> bool:
@@ -127,23 +147,14 @@ def _becomes_grad(g: torch.Tensor, parameter: torch.Tensor) -> bool:
     return all(stride == own if size != 1 else stride != 0 for size, stride, own in dimensions)
 
 
-@dataclass(frozen=True, slots=True)
-class _Holding:
-    """A backward whose incoming gradients are held: its peak in bytes, and the times of it and its forward.
+def _holding_gradients(
+    run: NodeRun, held: tuple[int, ...]
+) -> tuple[BackwardMemory, tuple[InputGradient | None, ...], frozenset[int], Outgoing]:
+    """A backward whose incoming gradients are held; the gradient of each input, the positions of those that are views,
+    and the strides of those that are passed on.
 
-    ``inputs``: the gradient of each input; ``views``: the positions of those that are views; ``strides``: of those that
-    are passed on.
+    Equal addresses mean shared memory, since all gradients are held until the end.
     """
-
-    peak: int
-    times: tuple[int, int]
-    inputs: tuple[InputGradient | None, ...]
-    views: frozenset[int]
-    strides: Outgoing
-
-
-def _holding_gradients(run: NodeRun, held: tuple[int, ...]) -> _Holding:
-    """Equal addresses mean shared memory, since all gradients are held until the end."""
     incoming: list[Any] = []
     of_leaves: dict[int, _Form] = {}
     hooks = [leaf.register_hook(partial(_note, of_leaves, v, leaf)) for v, leaf in run.leaves.items()]
@@ -166,7 +177,7 @@ def _holding_gradients(run: NodeRun, held: tuple[int, ...]) -> _Holding:
             places.setdefault(form.memory._cdata, ("input", run.node.reads.index(v)))
     views = frozenset(run.node.reads.index(v) for v, form in forms.items() if form.is_view)
     inputs = tuple(gradients.get(v) for v in run.node.reads)
-    return _Holding(memory.peak, memory.times, inputs, views, outgoing(run, incoming[0], memory.inputs))
+    return dataclasses.replace(memory, inputs=()), inputs, views, outgoing(run, incoming[0], memory.inputs)
 
 
 def _note(forms: dict[int, _Form], v: int, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:

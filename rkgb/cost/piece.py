@@ -34,26 +34,19 @@ class Piece(Protocol):
     """
 
     @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        ...
+    def device(self) -> torch.device: ...
 
     @property
-    def layouts(self) -> Layouts | None:
-        """The strides of its incoming gradients; None if all are contiguous."""
-        ...
+    def layouts(self) -> Layouts | None: ...
 
     def forward(self, collect: Callable[[Gradients], None] = ...) -> list[torch.Tensor]:
         """The results of one run, with history. ``collect`` gets the gradients of the inputs from the backward."""
-        ...
 
     def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """The results that get gradients."""
-        ...
 
     def drop_gradients(self) -> None:
         """Remove the ``.grad`` of parameters that an earlier backward made."""
-        ...
 
 
 class Tap(torch.autograd.Function):
@@ -234,6 +227,6 @@ def backward_memory(
         mark()
 
     piece.drop_gradients()  # here, as the profiler warns of a block that is older than its session and released in it
-    _, (first, _, second) = measure_phases([forward, prepare, backward], piece.device)
+    _, ((forward_peak, _), _, (peak, _)) = measure_phases([forward, prepare, backward], piece.device)
     times = kind.between(marks[0], marks[1]), kind.between(marks[2], marks[3])
-    return BackwardMemory(first.peak, sum(sizes), second.peak, collected[0] if collected else (), times)
+    return BackwardMemory(forward_peak, sum(sizes), peak, collected[0] if collected else (), times)

@@ -116,11 +116,14 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
         return ceil(most * (measured - stays + left_out)) + stays
 
     made = sum(new.d.storages[x].bytes for x in node.storages) + sum(node.saved.private)
-    forward = max(made, bounded(cost.forward_peak))
-    time = max(1, int(cost.forward_time * share))
-    warm = None if cost.warm_time is None else max(1, int(cost.warm_time * share))
+    cost = dataclasses.replace(
+        cost,
+        forward_time=max(1, int(cost.forward_time * share)),
+        warm_time=None if cost.warm_time is None else max(1, int(cost.warm_time * share)),
+        forward_peak=max(made, bounded(cost.forward_peak)),
+    )
     if not cost.results:
-        return dataclasses.replace(cost, forward_time=time, forward_peak=forward, warm_time=warm)
+        return cost
 
     def gradient(position: int, g: InputGradient) -> InputGradient:
         """In memory as large as the input itself, or else as another value of the node: as that, or the fastest."""
@@ -135,9 +138,6 @@ def _scaled(old: S_graph, new: S_graph, i: int, cost: Cost) -> Cost:
     came = [sum(sizes[was.makes[k]] for k in cost.results) for sizes in (before, after)]
     return dataclasses.replace(
         cost,
-        forward_time=time,
-        warm_time=warm,
-        forward_peak=forward,
         backward_time=max(1, int(cost.backward_time * share)),
         backward_peak=bounded(cost.backward_peak),
         held_peak=bounded(cost.held_peak),

@@ -3,7 +3,7 @@
 An out-of-memory error depends on the bytes that the allocator holds (*reserved*). These depend on the order of all
 allocations and releases. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, whose functions and constants
 are named beside them, as they were in torch 2.6 and after 2.10; the constants are those of 2.13. One stream, no
-graph capture, no private pools, and torch's defaults: ``max_split_size_mb`` unlimited,
+graph capture, no private pools, and torch's defaults: ``expandable_segments`` off, ``max_split_size_mb`` unlimited,
 ``roundup_power2_divisions`` off, ``garbage_collection_threshold`` 0, ``large_segment_size_mb`` 20.
 
 Where the driver puts a segment is not known: here each lies behind the one before. That decides only between free
@@ -12,19 +12,19 @@ blocks of equal size, of which the lowest is taken.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable
+import dataclasses
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from rkgb.device.allocator_blocks import Action, Block, Blocks, Kind, Levels, Pool, Segment, reach
 from rkgb.errors import AllocatorError
 
 GRAIN = 512  # kMinBlockSize
 SMALL_SIZE = 2**20  # kSmallSize: the largest block of the small pool; the large pool keeps smaller remainders whole
-SMALL_BUFFER = 2 * 2**20  # kSmallBuffer: segments, and pages of expandable ones, of the small pool
+SMALL_BUFFER = 2 * 2**20  # kSmallBuffer: segments of the small pool
 LARGE_BUFFER = 20 * 2**20  # kLargeBuffer, since torch 2.10 large_segment_size(): the same of the large pool
 MIN_LARGE = 10 * 2**20  # kMinLargeAlloc: from here on a segment is made for one block
 ROUND_LARGE = 2 * 2**20  # kRoundLarge
-UNLIMITED = 2**60  # bytes of addresses of an expandable segment: torch takes 9/8 of the device's memory
 
 
 def round_size(size: int) -> int:
@@ -39,23 +39,35 @@ def segment_size(size: int) -> int:
     return LARGE_BUFFER if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-def _addresses(pool: Pool) -> int:
-    """Bytes of addresses of an expandable segment (``ExpandableSegment``)."""
-    return -(-UNLIMITED // pool.page) * pool.page
+class Levels(NamedTuple):
+    """``requested``: bytes that the program asked for. ``allocated``: bytes of their blocks. ``reserved``: bytes of all
+    segments. ``torch.cuda.memory_stats`` calls them ``requested_bytes``, ``allocated_bytes`` and ``reserved_bytes``.
+    """
+
+    requested: int
+    allocated: int
+    reserved: int
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block of a segment (``Block``). ``small``: it is of the small pool. ``before``, ``after``: its neighbours."""
+
+    address: int
+    size: int
+    small: bool
+    requested: int = 0  # 0 in a free block
+    before: Block | None = None
+    after: Block | None = None
 
 
 class Allocator:
-    """The simulated allocator.
+    """The simulated allocator. The device has as much memory as is asked for."""
 
-    The device has as much memory as is asked for. ``expandable``: whether ``expandable_segments`` is on.
-    """
-
-    def __init__(self, expandable: bool = False) -> None:
-        self.expandable = expandable
+    def __init__(self) -> None:
         self.requested = self.allocated = self.reserved = 0
-        self.actions: list[Action] = []
-        self._small, self._large = Pool(True, SMALL_BUFFER), Pool(False, LARGE_BUFFER)
-        self._blocks = Blocks()
+        self._at: dict[int, Block] = {}  # all blocks, by address
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (bytes, address), by whether small
         self._live: dict[int, Block | None] = {}  # handle -> block; None for a request of no bytes
         self._handles = 0
         self._end = 0  # address after all segments so far
@@ -70,16 +82,6 @@ class Allocator:
         """As ``torch.cuda.reset_peak_memory_stats``."""
         self.peak = self.levels
 
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """All segments, by address. Of an expandable one each mapped stretch counts, as in torch's snapshots."""
-        return self._blocks.segments()
-
-    def address(self, handle: int) -> int | None:
-        """The address of the block of ``handle``; None for a request of no bytes."""
-        block = self._known(handle)
-        return block.address if block else None
-
     def malloc(self, size: int) -> int:
         """Allocate ``size`` bytes; a handle to them. Raises ``AllocatorError`` for a negative size."""
         if size < 0:
@@ -87,9 +89,9 @@ class Allocator:
         if not size:  # NativeCachingAllocator::allocate returns a null pointer
             return self._use(None, 0)
         rounded = round_size(size)
-        pool = self._small if rounded <= SMALL_SIZE else self._large
-        block = self._cached(pool, rounded) or self._new(pool, rounded)
-        self._split(block, rounded)
+        block = self._cached(rounded) or self._new(rounded)
+        if self._is_split(block, block.size - rounded):
+            self._put(self._cut(block, rounded))
         return self._use(block, size)
 
     def free(self, handle: int) -> None:
@@ -99,50 +101,8 @@ class Allocator:
         if block:
             self._count(-block.requested, -block.size, 0)
             block.requested = 0
-            self._blocks.join(block)
-            self._blocks.put(block)
-
-    def empty_cache(self) -> None:
-        """Return free segments, and free pages of expandable ones, to the driver (``release_cached_blocks``)."""
-        for pool in (self._large, self._small):
-            free = [self._blocks.at[address] for _, address in pool.free]
-            for block in free:
-                if block.base is None and not block.before and not block.after:
-                    self._blocks.take(block)
-                    self._blocks.drop(block)
-                    self._act("segment_free", block.address, block.size)
-            for block in free:
-                if block.base is not None:
-                    self._unmap(block)
-
-    def adopt(self, segments: Iterable[Segment]) -> dict[int, int]:
-        """Start with ``segments``; address -> handle, for their blocks in use.
-
-        All expandable segments of one pool are taken to be parts of one, which begins at the lowest address.
-        """
-        ordered = sorted(segments, key=lambda s: s.address)
-        pools = [group for small in (True, False) if (group := [s for s in ordered if s.small == small])]
-        handles: dict[int, int] = {}
-        for group in pools if self.expandable else ([s] for s in ordered):
-            pool, base = self._small if group[0].small else self._large, group[0].address
-            size = _addresses(pool) if self.expandable else group[0].size
-            rest = Block(base, size, pool, base if self.expandable else None, mapped=not self.expandable)
-            piece, self._end = self._blocks.add(rest), max(self._end, base + size)
-            for address, size, requested in (block for s in group for block in s.blocks):
-                piece = rest
-                if address > rest.address:
-                    piece = self._blocks.cut(rest, address - rest.address)
-                    self._blocks.put(rest)
-                rest = self._blocks.cut(piece, size) if size < piece.size else piece
-                piece.mapped = True
-                self._count(0, 0, size)
-                if requested:
-                    handles[address] = self._use(piece, requested)
-                else:
-                    self._blocks.put(piece)
-            if rest is not piece:
-                self._blocks.put(rest)
-        return handles
+            self._join(block)
+            self._put(block)
 
     def _known(self, handle: int) -> Block | None:
         if handle not in self._live:
@@ -163,109 +123,61 @@ class Allocator:
         self.reserved += reserved
         self.peak = Levels(*map(max, self.peak, self.levels))
 
-    def _act(self, kind: Kind, address: int, size: int) -> None:
-        self.actions.append(Action(kind, address, size))
-        self._count(0, 0, size if kind in ("segment_alloc", "segment_map") else -size)
+    def _cached(self, size: int) -> Block | None:
+        """The smallest free block of at least ``size`` bytes, or None (``get_free_block``)."""
+        free = self._free[size <= SMALL_SIZE]
+        at = bisect_left(free, (size, -1))
+        return self._take(self._at[free[at][1]]) if at < len(free) else None
 
-    def _place(self, size: int) -> int:
-        """The address of a new segment."""
-        address, self._end = self._end, self._end + size
-        return address
-
-    def _cached(self, pool: Pool, size: int) -> Block | None:
-        """The smallest free block of at least ``size`` bytes, or None (``get_free_block``).
-
-        The unmapped addresses behind an expandable block count as part of it.
-        """
-        at = bisect_left(pool.free, (size, -1))
-        if at == len(pool.free):
-            return None
-        block = self._blocks.at[pool.free[at][1]]
-        for _, address in pool.free[at + 1 :] if self.expandable else ():
-            if reach(self._blocks.at[address]) >= reach(block):
-                break
-            block = self._blocks.at[address]
-        self._blocks.take(block)
-        return block
-
-    def _new(self, pool: Pool, size: int) -> Block:
+    def _new(self, size: int) -> Block:
         """A block in a new segment from the driver (``alloc_block``)."""
-        if self.expandable:
-            return self._expand(pool, size)
         wanted = segment_size(size)
-        block = self._blocks.add(Block(self._place(wanted), wanted, pool))
-        self._act("segment_alloc", block.address, wanted)
+        block = self._at[self._end] = Block(self._end, wanted, size <= SMALL_SIZE)
+        self._end += wanted
+        self._count(0, 0, wanted)
         return block
 
-    def _split(self, block: Block, size: int) -> None:
-        """Cut ``block`` to ``size`` bytes; the rest becomes a free block if it is large enough (``should_split``)."""
-        rest = block.size - size
-        if rest >= GRAIN if block.pool.small or self.expandable else rest > SMALL_SIZE:
-            self._blocks.put(self._blocks.cut(block, size))
+    def _is_split(self, block: Block, rest: int) -> bool:
+        """Whether the ``rest`` of ``block``, in bytes, becomes a free block (``should_split``)."""
+        return rest >= GRAIN if block.small else rest > SMALL_SIZE
 
-    def _expand(self, pool: Pool, size: int) -> Block:
-        """A free block with pages mapped behind it (``try_allocate_expandable_block``)."""
-        block = self._room(pool, size)
-        if not block.mapped:
-            self._map(block, min(block.size, size))
-        while block.size < size:
-            following = block.after
-            assert following is not None, "the addresses have room"
-            self._map(following, min(size - block.size, following.size))
-            block = following
-        self._blocks.take(block)
+    def _put(self, block: Block) -> None:
+        """Insert ``block`` into the free ones of its pool."""
+        insort(self._free[block.small], (block.size, block.address))
+
+    def _take(self, block: Block) -> Block:
+        """``block``, removed from where ``_put`` inserted it."""
+        free = self._free[block.small]
+        del free[bisect_left(free, (block.size, block.address))]
         return block
 
-    def _room(self, pool: Pool, size: int) -> Block:
-        """The lowest addresses with room for ``size`` bytes, free or unmapped (``find_expandable_block``)."""
-        for address in pool.unmapped:
-            block = self._blocks.at[address]
-            at: Block | None
-            start = at = block.before if block.before and not block.before.requested else block
-            room = 0
-            while at and room < size and not at.requested:
-                room += at.size
-                at = at.after
-            if room >= size:
-                return start
-        size = _addresses(pool)
-        base = self._place(size)
-        fresh = self._blocks.add(Block(base, size, pool, base, mapped=False))
-        self._blocks.put(fresh)
-        return fresh
+    def _cut(self, block: Block, size: int) -> Block:
+        """Shorten ``block`` to ``size`` bytes, and return the rest as a new block."""
+        rest = dataclasses.replace(block, address=block.address + size, size=block.size - size, before=block)
+        if rest.after:
+            rest.after.before = rest
+        block.after, block.size = rest, size
+        self._at[rest.address] = rest
+        return rest
 
-    def _map(self, block: Block, size: int) -> None:
-        """Map pages to the first ``size`` bytes of ``block`` (``map_block``)."""
-        size = -(-size // block.pool.page) * block.pool.page
-        self._blocks.take(block)
-        if size < block.size:
-            self._blocks.put(self._blocks.cut(block, size))
-        block.mapped = True
-        address = block.address
-        self._blocks.join(block)
-        self._blocks.put(block)
-        self._act("segment_map", address, size)
+    def _unites(self, block: Block, other: Block) -> bool:
+        """Whether a free ``block`` and its neighbour are to be one."""
+        return not other.requested
 
-    def _unmap(self, block: Block) -> None:
-        """Return the whole pages within ``block`` to the driver (``unmap_block``), and the addresses of a segment that
-        has no page left.
-        """
-        base, page = block.base or 0, block.pool.page
-        start = base - (base - block.address) // page * page
-        stop = base + (block.address + block.size - base) // page * page
-        if start >= stop:
-            return
-        self._blocks.take(block)
-        if start > block.address:
-            rest = self._blocks.cut(block, start - block.address)
-            self._blocks.put(block)
-            block = rest
-        if stop < start + block.size:
-            self._blocks.put(self._blocks.cut(block, stop - start))
-        block.mapped = False
-        self._blocks.join(block)
-        self._act("segment_unmap", start, stop - start)
-        if block.before or block.after:
-            self._blocks.put(block)
-        else:
-            self._blocks.drop(block)  # release_expandable_segment
+    def _join(self, block: Block) -> None:
+        """Unite ``block``, which is free and in no list, with its free neighbours (``try_merge_blocks``)."""
+        for other in (block.before, block.after):
+            if other is None or not self._unites(block, other):
+                continue
+            self._take(other)
+            del self._at[other.address], self._at[block.address]
+            if other is block.before:
+                block.address, block.before = other.address, other.before
+                if block.before:
+                    block.before.after = block
+            else:
+                block.after = other.after
+                if block.after:
+                    block.after.before = block
+            block.size += other.size
+            self._at[block.address] = block

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rkgb.device.kind import PRECISE, Kind, Measured, Phase, Setting, Timeline, measured_by, setting_of_precision
+from rkgb.device.kind import PRECISE, Kind, Setting, Timeline, setting_of_precision
 from rkgb.device.profiled import ProfiledTimeline
 from rkgb.device.roofline import UNKNOWN, Roofline
 from rkgb.errors import MeasureError
-from rkgb.warn import warn
 
 _C: Any = torch._C
 _GROUP = "/sys/fs/cgroup"  # Linux's control group of a container; its memory.max is a number or "max"
@@ -50,25 +49,17 @@ class Cpu(Kind):
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
         torch.default_generator.set_state(state)
 
-    def before_measuring(self) -> None:
-        if torch._C._autograd._profiler_enabled():
-            warn(
-                "the running profiler session ends: memory is measured by another one. Start the profiler when plans "
-                "are made, after a first call of each kind",
-                RuntimeWarning,
-            )
-
-    def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
-        return measured_by(ProfiledTimeline(), phases)
-
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
         raise MeasureError(
             f"reserved memory was asked for on {device}, whose allocator keeps none: what is released goes back to the "
             "system. Measure without reserved=True, or give the device of the model"
         )
 
-    def timeline(self, device: torch.device) -> Timeline | None:
-        return None if torch._C._autograd._profiler_enabled() else ProfiledTimeline()
+    def timeline(self, device: torch.device) -> Timeline:
+        return ProfiledTimeline()
+
+    def is_watched(self) -> bool:
+        return torch._C._autograd._profiler_enabled()
 
     def total(self, device: torch.device) -> int:
         """Bytes of the machine, or of the container if these are fewer."""

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from rkgb.device.kind import (
-    PRECISE,
-    Kind,
-    Measured,
-    Moment,
-    Phase,
-    Setting,
-    Timeline,
-    measured_by,
-    precision,
-    setting_of_precision,
-)
+from rkgb.device.kind import PRECISE, Kind, Moment, Setting, Timeline, precision, setting_of_precision
 from rkgb.device.roofline import Roofline, roofline_of
 
 _C: Any = torch._C
@@ -114,9 +103,6 @@ class Cuda(Kind):
     def roofline(self, device: torch.device, dtype: torch.dtype, convolution: bool) -> Roofline:
         tf32 = precision("cuda", "conv" if convolution else "matmul") == "tf32"
         return roofline_of(torch.cuda.get_device_name(device), dtype, tf32)
-
-    def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
-        return measured_by(_StatisticsTimeline(self, device), phases)
 
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.synchronize(device)

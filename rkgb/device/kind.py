@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from itertools import pairwise
 from math import inf
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,17 +30,6 @@ def setting_of_precision(backend: str, operations: str) -> Setting:
     """The precision of float32 in a group of operations."""
     write = torch._C._set_fp32_precision_setter
     return Setting(partial(precision, backend, operations), partial(write, backend, operations))
-
-
-Phase = Callable[[Any], Any]
-"""A part of what is measured, which gets the result of the part before."""
-
-
-class Measured(NamedTuple):
-    """Bytes of one phase above the level at its begin: the most during it (``peak``), and at its end (``net``)."""
-
-    peak: int
-    net: int
 
 
 class Moment(NamedTuple):
@@ -81,20 +69,6 @@ class Timeline(ABC):
         """All moments, in order; None if some are missing from the recording."""
 
 
-def measured_by(timeline: Timeline, phases: Sequence[Phase]) -> tuple[Any, list[Measured]]:
-    """``Kind.measured``, by an open ``timeline``."""
-    results: list[Any] = [None]
-    try:
-        for phase in phases:
-            timeline.mark()
-            results.append(phase(results.pop()))
-        timeline.mark()
-    finally:
-        moments = timeline.close()
-    pairs = pairwise(moments or [])
-    return results.pop(), [Measured(a.peak - a.level, b.level - a.level) for a, b in pairs]
-
-
 class Kind(ABC):
     """One kind of device.
 
@@ -129,19 +103,16 @@ class Kind(ABC):
         """Restore what ``random_state`` returned."""
 
     @abstractmethod
-    def measured(self, phases: Sequence[Phase], device: torch.device) -> tuple[Any, list[Measured]]:
-        """Run ``phases`` in turn: the result of the last, and the memory of each.
-
-        Each phase gets the result of the one before, the first gets None.
-        """
-
-    @abstractmethod
     def measured_reserved(self, function: Callable[[], Any], device: torch.device) -> int:
         """The most bytes that the allocator reserves for ``function``. Raises ``MeasureError`` if it reserves none."""
 
     @abstractmethod
-    def timeline(self, device: torch.device) -> Timeline | None:
-        """An open timeline; None if the allocator cannot be watched now."""
+    def timeline(self, device: torch.device) -> Timeline:
+        """An open timeline."""
+
+    def is_watched(self) -> bool:
+        """Whether somebody else watches the allocator, in a way that a timeline ends."""
+        return False
 
     @abstractmethod
     def free(self, device: torch.device) -> int:
@@ -187,10 +158,6 @@ class Kind(ABC):
         ``arguments``: returns what it is given, by name.
         """
         return False
-
-    def before_measuring(self) -> None:
-        """Warn of what a measurement of memory interrupts."""
-        return
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until all kernels that were launched are done."""

@@ -17,9 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rkgb.blocks.simplify import D_to_S
-from rkgb.Btools import trace, trace_without_data
+from rkgb.Btools import trace
 from rkgb.cost.layouts import strides_of_new
-from rkgb.Dtools import probe, probe_again
+from rkgb.Dtools import probe
 from rkgb.graphs import B_graph, D_graph
 from rkgb.nodes import kept_bytes
 from rkgb.probe.names import with_display_names
@@ -30,7 +30,6 @@ from rkgb.program import in_mode
 from rkgb.sample import Call
 from rkgb.trace.distinct import Distinct, DistinctCalls, Like
 from rkgb.trace.guards import is_guard
-from rkgb.trace.quick import QuickRules
 from rkgb.trees import tensors_in, tensors_of
 
 
@@ -41,32 +40,22 @@ def graphs_without_data(model: torch.nn.Module, call: Call, device: torch.device
     user's, of which nothing tells what else it does; and where what is given to one call takes more memory than a step.
     """
     calls = DistinctCalls()
-    try:
-        with QuickRules():
-            b = trace_without_data(model, call, device, calls)
-            if any(is_python(node) for node in b.nodes):
-                return None
-            d = probe_again(b, model, call.tensors, device)
-    except Exception:  # noqa: BLE001 - torch's rules for sizes may raise anything
-        return None
-    if any(map(is_guard, d.nodes)):
+    b = program_without_data(model, call, device, calls)
+    d = None if b is None or any(map(is_python, b.nodes)) else graph_without_data(b, model, call, device)
+    if b is None or d is None or any(map(is_guard, d.nodes)):
         return None  # a run says where a number is read from a tensor, and refuses the program
     if any(d.values[v].stride != lies for v, lies in b.strides.items() if v in d.values):
         return None  # calls were noted with tensors that lie otherwise
     most = max((sum(call.memory) for call in calls.calls()), default=0)
     if most > _memory_of_a_step(d) or not _are_alike(calls.calls(), device):
         return None
-    structure = dataclasses.replace(b.structure, written=_written_parameters(d))
+    written = {x for facts in d.facts for x in facts.writes}
+    parameters = {v: x.key for v, x in d.sources.items() if x.kind == "parameter"}
+    changed = tuple(name for v, name in parameters.items() if d.values[v].storage in written)
+    structure = dataclasses.replace(b.structure, written=changed)
     d = with_display_names(dataclasses.replace(d, structure=structure))
     d.verify()
     return dataclasses.replace(on_device(b, device), structure=structure), d
-
-
-def _written_parameters(d: D_graph) -> tuple[str, ...]:
-    """The names of parameters that the program changes."""
-    written = {x for facts in d.facts for x in facts.writes}
-    parameters = {v: x.key for v, x in d.sources.items() if x.kind == "parameter"}
-    return tuple(name for v, name in parameters.items() if d.values[v].storage in written)
 
 
 def _memory_of_a_step(d: D_graph) -> int:

@@ -30,40 +30,43 @@ _SLICE = torch.ops.aten.slice.Tensor
 _DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
 
 
-def is_split(node: Node, read: Callable[[int], torch.Tensor], on_cpu: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether ``split`` applies to ``node`` on these values. ``on_cpu``: whether one is computed there."""
-    if node.op is _BROADCAST:
-        return all(isinstance(a, Ref) for a in node.args[0])
-    if node.op is _SLICE:
-        return isinstance(node.args[0], Ref) and _takes_all(read(node.args[0].index), *node.args[1:])
-    if node.op not in _DROPOUT or not isinstance(node.args[0], Ref):
-        return False
-    x, (_, p, train) = read(node.args[0].index), node.args
-    return bool(train) and 0 < p < 1 and on_cpu(x) and x.numel() > 0
+def parts(
+    node: Node,
+    read: Callable[[int], torch.Tensor],
+    new_value: Callable[[str], int],
+    device_of: Callable[[torch.Tensor], torch.device],
+) -> list[Node]:
+    """The parts of ``node`` on the values that ``read`` gives; itself, if it is not split.
 
-
-def split(node: Node, read: Callable[[int], torch.Tensor], new_value: Callable[[str], int]) -> list[Node]:
-    """The parts of ``node``; ``new_value(name)`` makes a value for an intermediate result."""
+    ``new_value(name)`` makes a value for an intermediate result. ``device_of``: where a value is computed.
+    """
     aten, where = torch.ops.aten, (node.mode, node.line, node.path)
-    if node.op is _BROADCAST:
-        shape = list(torch.broadcast_shapes(*(read(a.index).shape for a in node.args[0])))
-        each = zip(node.args[0], node.outputs, strict=True)
+    first: Any = node.args[0] if node.args else None
+    if node.op is _BROADCAST and all(isinstance(a, Ref) for a in first):
+        shape = list(torch.broadcast_shapes(*(read(a.index).shape for a in first)))
+        each = zip(first, node.outputs, strict=True)
         return [Node(aten.expand.default, "expand", (a, shape), (), (v,), False, *where) for a, v in each]
+    if node.op not in (_SLICE, *_DROPOUT) or not isinstance(first, Ref):
+        return [node]
+    x = read(first.index)
     if node.op is _SLICE:
-        return [Node(aten.alias.default, node.name, node.args[:1], (), node.outputs, False, *where)]
-    ref, p = node.args[0], node.args[1]
-    like = torch.empty_like(read(ref.index))
+        alias = Node(aten.alias.default, node.name, node.args[:1], (), node.outputs, False, *where)
+        return [alias if _takes_all(x, *node.args[1:]) else node]
+    _, p, train = node.args
+    if not train or not 0 < p < 1 or device_of(x).type != "cpu" or not x.numel():
+        return [node]
+    like = torch.empty_like(x)
     form = (("dtype", torch.int8), ("device", like.device))  # the byte that casts of floating numbers are fastest to
     empty, bits, cast, mask = (new_value(name) for name in ("empty", "bits", "cast", "mask"))
     multiply = aten.mul_.Tensor if node.op is _DROPOUT[1] else aten.mul.Tensor
-    parts: list[tuple[Any, str, tuple[Any, ...], tuple[tuple[str, Any], ...], int]] = [
+    steps: list[tuple[Any, str, tuple[Any, ...], tuple[tuple[str, Any], ...], int]] = [
         (aten.empty_strided.default, DRAWN[0], (list(like.shape), list(like.stride())), form, empty),
         (aten.bernoulli_.float, DRAWN[1], (Ref(empty), 1 - p), (("generator", None),), bits),
         (aten._to_copy.default, MASK[0], (Ref(bits),), (("dtype", like.dtype),), cast),
         (aten.div_.Scalar, MASK[1], (Ref(cast), 1 - p), (), mask),
-        (multiply, "dropout", (ref, Ref(mask)), (), node.outputs[0]),
+        (multiply, "dropout", (first, Ref(mask)), (), node.outputs[0]),
     ]
-    return [Node(op, name, args, kwargs, (out,), False, *where) for op, name, args, kwargs, out in parts]
+    return [Node(op, name, args, kwargs, (out,), False, *where) for op, name, args, kwargs, out in steps]
 
 
 def _takes_all(x: torch.Tensor, dim: Any = 0, start: Any = None, end: Any = None, step: Any = 1) -> bool:

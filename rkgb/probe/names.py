@@ -51,15 +51,13 @@ def _bases(d: D_graph) -> list[str]:
     for k, (a, b) in enumerate(itertools.pairwise(node.name for node in d.nodes)):
         words[k] = {DRAWN: "bits", MASK: "mask"}.get((a, b), words[k])
     allocates = [any(d.storages[d.values[v].storage].owner == k for v in n.outputs) for k, n in enumerate(d.nodes)]
-    done: dict[str, set[str]] = {}  # path -> what allocating operations do there
-    for node, word, new in zip(d.nodes, words, allocates, strict=True):
-        if new:
-            done.setdefault(node.path, set()).add(word)
+    paths = [node.path for node in d.nodes]
+    done = {(path, word) for path, word, new in zip(paths, words, allocates, strict=True) if new}
+    several = Counter(path for path, _ in done)  # how many things allocating operations do there
     bases = []
-    for node, word, new in zip(d.nodes, words, allocates, strict=True):
-        path = node.path
+    for path, word, new in zip(paths, words, allocates, strict=True):
         speaks = path not in inner and not path.rpartition(".")[2].isdigit()
-        alone = new and speaks and len(done[path]) == 1
+        alone = new and speaks and several[path] == 1
         bases.append(path if path and alone else f"{path}.{word}" if path else word)
     return bases
 
@@ -77,8 +75,6 @@ def _result(node: Node, v: int) -> str:
 
 
 class _Unique:
-    """Gives each name once."""
-
     def __init__(self, taken: Iterable[str]) -> None:
         self.count = Counter(taken)
 

@@ -9,7 +9,7 @@ import torch
 from rkgb.errors import TraceError, UnsupportedError
 from rkgb.nodes import Node, refs
 from rkgb.trace.guards import is_guard
-from rkgb.trace.operators import STATISTICS, written_arguments
+from rkgb.trace.operators import STATISTICS, named, written_arguments
 
 
 def check_results(node: Node, results: tuple[Any, ...]) -> None:
@@ -43,7 +43,7 @@ def announced_writes(node: Node) -> set[int]:
     schema = getattr(node.op, "_schema", None)
     if schema is None or node.name.endswith("_"):
         return set()
-    given = {x.name: a for x, a in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    given = named(node.op, node.args, dict(node.kwargs))
     names = [name for _, name in written_arguments(node.op)] if schema.returns else []
     if node.name in STATISTICS and any(given.get(flag) for flag in ("training", "use_input_stats")):
         names += ["running_mean", "running_var"]

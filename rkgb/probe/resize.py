@@ -11,29 +11,40 @@ Where only the trace is the same, a run of the program, without the module's, sh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 
+from rkgb.blocks.simplify import saved_by
 from rkgb.Btools import trace_of_any_size, trace_without_data
 from rkgb.Dtools import probe_again
-from rkgb.graphs import B_graph, D_graph, Node, Ref, S_graph, S_node, Saved, substitute
+from rkgb.graphs import B_graph, D_graph, Node, Ref, S_graph, Saved, substitute
 from rkgb.probe.skeleton import content, skeleton, source_form
 from rkgb.sample import Call
+from rkgb.trace.distinct import DistinctCalls
 from rkgb.trace.meta import node_on
 from rkgb.trace.quick import QuickRules
 from rkgb.trees import map_tensors
 
+_Graph = TypeVar("_Graph", B_graph, D_graph)
 
-def program_without_data(model: torch.nn.Module, call: Call, device: torch.device) -> B_graph | None:
-    """B of ``call`` of a program ``model``, both on the meta device, which stands for ``device``.
+
+def program_without_data(
+    model: torch.nn.Module, call: Call, device: torch.device, calls: DistinctCalls | None = None
+) -> B_graph | None:
+    """B of ``call`` of a program ``model``, both on the meta device, which stands for ``device``. ``calls``: where to
+    note what is called.
 
     None where that takes data: operators that have no rule for sizes alone, and sizes that follow from values.
     """
+    return _unless_refused(lambda: trace_without_data(model, call, device, calls))
+
+
+def _unless_refused(make: Callable[[], _Graph]) -> _Graph | None:
     try:
         with QuickRules():
-            return trace_without_data(model, call, device)
+            return make()
     except Exception:  # noqa: BLE001 - torch's rules for sizes, and functions of the user's, may raise anything
         return None
 
@@ -42,12 +53,8 @@ def program_of_any_size(model: torch.nn.Module, call: Call, device: torch.device
     """The same, which serves for calls of all sizes. None where Python does otherwise with sizes than pass them on to
     operations, so that the program has those of now, or another graph than ``s``, which is that of the call.
     """
-    try:
-        with QuickRules():
-            b = trace_of_any_size(model, call, device)
-    except Exception:  # noqa: BLE001 - as above
-        return None
-    d = graph_without_data(b, model, call, device)
+    b = _unless_refused(lambda: trace_of_any_size(model, call, device))
+    d = None if b is None else graph_without_data(b, model, call, device)
     found = None if d is None else resized(s, skeleton(s), d)
     return b if found is not None and is_same(found, s) else None
 
@@ -56,11 +63,7 @@ def graph_without_data(b: B_graph, model: torch.nn.Module, call: Call, device: t
     """D of ``b``, which ``program_without_data`` returned for the same ``call``, or ``program_of_any_size`` for one of
     another size; None where that takes data.
     """
-    try:
-        with QuickRules():
-            return probe_again(b, model, call.tensors, device, call.numbers)
-    except Exception:  # noqa: BLE001 - as above
-        return None
+    return _unless_refused(lambda: probe_again(b, model, call.tensors, device, call.numbers))
 
 
 def graph_of_a_run(b: B_graph, model: torch.nn.Module, call: Call, device: torch.device) -> D_graph:
@@ -148,7 +151,10 @@ def _with_sizes(s: S_graph, d: D_graph) -> S_graph | None:
 
     new = dataclasses.replace(
         old,
-        nodes=tuple(_with_arguments(a, b, value) for a, b in zip(old.nodes, d.nodes, strict=True)),
+        nodes=tuple(
+            dataclasses.replace(b.with_values(lambda v: Ref(value[v])), outputs=a.outputs, label=a.label)
+            for a, b in zip(old.nodes, d.nodes, strict=True)
+        ),
         outputs=tuple(value[v] for v in d.outputs),
         structure=dataclasses.replace(old.structure, output_constants=d.structure.output_constants),
         values={value[v]: dataclasses.replace(x, storage=number[x.storage]) for v, x in d.values.items()},
@@ -158,7 +164,9 @@ def _with_sizes(s: S_graph, d: D_graph) -> S_graph | None:
             for x, before in zip(d.facts, old.facts, strict=True)
         ),
     )
-    return dataclasses.replace(s, d=new, nodes=tuple(_with_private(n, new) for n in s.nodes))
+    saved = (Saved(n.saved.storages, saved_by(new, n.ops, n.storages).private) for n in s.nodes)
+    nodes = tuple(dataclasses.replace(n, saved=x) for n, x in zip(s.nodes, saved, strict=True))
+    return dataclasses.replace(s, d=new, nodes=nodes)
 
 
 def _numbers_of_values(old: D_graph, d: D_graph) -> dict[int, int] | None:
@@ -169,28 +177,3 @@ def _numbers_of_values(old: D_graph, d: D_graph) -> dict[int, int] | None:
         return None
     value = {v: w for theirs, ours in made for v, w in zip(theirs, ours, strict=True)}
     return value if d.values.keys() <= value.keys() and len(d.values) == len(old.values) else None
-
-
-def _with_arguments(old: Node, new: Node, value: dict[int, int]) -> Node:
-    """``old`` with the arguments of ``new``."""
-
-    def mine(v: int) -> Ref:
-        return Ref(value[v])
-
-    kwargs = tuple((k, substitute(a, mine)) for k, a in new.kwargs)
-    return dataclasses.replace(
-        new, args=substitute(new.args, mine), kwargs=kwargs, outputs=old.outputs, label=old.label
-    )
-
-
-def _with_private(node: S_node, d: D_graph) -> S_node:
-    """``node`` with the bytes of its private saved tensors in ``d``."""
-    mine = {x for op in node.ops for v in d.nodes[op].outputs for x in [d.values[v].storage]}
-    known = dict.fromkeys(x for op in node.ops for x in d.facts[op].saved.storages)
-    inner = [
-        d.storages[x].bytes for x in known if x in mine and x not in node.storages and d.storages[x].owner in node.ops
-    ]
-    private = tuple(b for op in node.ops for b in d.facts[op].saved.private) + tuple(inner)
-    if private == node.saved.private:
-        return node
-    return dataclasses.replace(node, saved=Saved(node.saved.storages, private))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
+from functools import cache
 from typing import Any
 
 import torch
 
 from rkgb.graphs import Facts, Node, Ref, S_graph, Source, Value
-from rkgb.probe.numbers import is_made_of_number, may_be_size, sized_arguments
 
 
 def skeleton(s: S_graph) -> Hashable:
@@ -41,13 +42,35 @@ def _operation(node: Node) -> Hashable:
 def _frozen(a: Any, sized: bool) -> Hashable:
     if isinstance(a, (list, tuple)):
         return tuple(_frozen(x, sized) for x in a)
-    if is_made_of_number(a):
-        return "size", str(a.device)
     if isinstance(a, torch.Tensor):
-        return content(a)
+        # As torch makes one of a number, in ``x[0] = n`` and ``x / t``.
+        of_number = not a.dim() and a.dtype in (torch.int64, torch.float64)
+        return ("size", str(a.device)) if of_number else content(a)
     if sized and may_be_size(a):
         return "size"
     return a if isinstance(a, Ref) else repr(a)
+
+
+def may_be_size(a: Any) -> bool:
+    return type(a) in (int, float)
+
+
+@cache
+def sized_arguments(op: Any) -> frozenset[int | str]:
+    """The arguments that may follow from sizes, or from numbers of a call, by position and by name: those whose type in
+    the schema is ``SymInt``, ``Scalar`` or ``float``.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        return frozenset()
+    inside = str(op._schema).partition("(")[2].rpartition(") ->")[0]
+    sized: set[int | str] = set()
+    position = 0
+    for argument in re.split(r", (?![^(\[]*[)\]])", inside):
+        kind, _, name = argument.strip().partition(" ")
+        if re.match(r"SymInt|Scalar|float", kind):
+            sized |= {position, name.partition("=")[0]}
+        position += kind != "*"
+    return frozenset(sized)
 
 
 def content(t: torch.Tensor) -> Hashable:

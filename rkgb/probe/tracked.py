@@ -70,15 +70,12 @@ class Generators:
         return moved
 
 
-class Ends:
+def ends(b: B_graph) -> dict[int, list[int]]:
     """The values that are freed after each node of B, because no later node reads them."""
-
-    def __init__(self, b: B_graph) -> None:
-        last = {v: k for k, n in enumerate(b.nodes) for v in n.reads()}
-        last.update(dict.fromkeys(b.outputs, len(b.nodes)))
-        self.at: dict[int, list[int]] = defaultdict(list)
-        for v, k in last.items():
-            if v not in b.sources:
-                self.at[k].append(v)
-        for k, n in enumerate(b.nodes):
-            self.at[k] += [v for v in n.outputs if v not in last]
+    last = {v: k for k, n in enumerate(b.nodes) for v in (*n.outputs, *n.reads())}
+    last.update(dict.fromkeys(b.outputs, len(b.nodes)))
+    at: dict[int, list[int]] = defaultdict(list)
+    for v, k in last.items():
+        if v not in b.sources:
+            at[k].append(v)
+    return at

@@ -51,11 +51,9 @@ class Size:
     letter: float
 
     def height(self, rows: int) -> float:
-        """Of ``rows`` rows."""
         return self.head + rows * self.row
 
     def width(self, names: Iterable[str]) -> float:
-        """Of rows with these names."""
         return self.base + self.letter * max(map(len, names), default=0)
 
     def columns(self, rows: int, names: Iterable[str]) -> int:
@@ -90,21 +88,20 @@ def pages(rows: int, count: int, crossing: Callable[[int], float]) -> list[tuple
     return [(a, b) for a, b in zip(ends, [*ends[1:], rows], strict=True) if a < b]
 
 
-def crossing(reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]]) -> Callable[[int], float]:
-    """For each of some computations how many values pass from those before it to it and later ones."""
+def crossing(
+    reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], blocks: Sequence[tuple[int, int]] = ()
+) -> Callable[[int], float]:
+    """For each of some computations how many values pass from those before it to it and later ones; within one of
+    ``blocks`` more.
+    """
     made = {v: i for i, values in enumerate(makes) for v in values}
     last = {v: i for i, values in enumerate(reads) for v in values}
     counts = [0] * (len(reads) + 1)
     for v, i in made.items():
         for at in range(i + 1, last.get(v, i) + 1):
             counts[at] += 1
-    return lambda at: float(counts[at])
-
-
-def at_blocks(blocks: Sequence[tuple[int, int]], cost: Callable[[int], float]) -> Callable[[int], float]:
-    """``cost``, and more within a block."""
-    starts = {start for start, _ in blocks}
-    return lambda at: cost(at) + (0 if at in starts else 1000)
+    starts = {start for start, _ in blocks} or range(len(counts))
+    return lambda at: float(counts[at] + (0 if at in starts else 1000))
 
 
 def chain_pages(rows: int, size: Size, others: float) -> list[tuple[int, int]]:
@@ -161,10 +158,7 @@ def _filled(panels: Sequence[Panel], height: float) -> list[list[Panel]]:
 
 
 def _distance_of(columns: list[list[Panel]]) -> float:
+    """How far from the best form a picture of these is."""
     width = sum(max(p.width for p in column) for column in columns)
-    return _distance(width, HEAD + max(sum(p.height for p in column) for column in columns))
-
-
-def _distance(width: float, height: float) -> float:
-    """How far from the best form a picture is."""
+    height = HEAD + max(sum(p.height for p in column) for column in columns)
     return abs(log(width / height / SHAPE))

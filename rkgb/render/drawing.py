@@ -20,7 +20,7 @@ from rkgb.Ktools import K_graph
 from rkgb.pipeline import Graph
 from rkgb.render import parts
 from rkgb.render.columns import SIZES, Panel, Size, chain_pages, stand
-from rkgb.render.kgraph import LEGEND_K, K_block, K_overview, whole_K
+from rkgb.render.kgraph import LEGEND_K, K_overview, add_page, whole_K
 from rkgb.render.program import LEGEND, LEGEND_S, Flowchart, S_box, Section, node_box, whole_program, whole_S
 from rkgb.units import format_bytes
 
@@ -95,25 +95,24 @@ def _distinct(s: S_graph, g: D_graph | S_graph) -> Any:
 
 def _panel(g: D_graph | S_graph | K_graph, s: S_graph, b: int, numbers: Sequence[int]) -> Panel:
     """Block ``b`` of ``s`` as it looks in ``g``; ``numbers``: the class of each block."""
-    title = f"class {numbers[b]}: block {b}" + _others(numbers.count(numbers[b]) - 1)
+    more = numbers.count(numbers[b]) - 1
+    title = f"class {numbers[b]}: block {b}" + (f" and {more} more like it" if more else "")
     nodes = s.nodes[slice(*s.blocks[b])]
     stage = "K" if isinstance(g, K_graph) else "S" if isinstance(g, S_graph) else "D"
     rows, size = sum(len(n.ops) for n in nodes) if stage == "D" else len(nodes), SIZES[stage]
-    add: Callable[..., tuple[list[str], str]]
-    add = partial(K_block, k=g) if isinstance(g, K_graph) else partial(_block, g=g)
-    draw = partial(add, s=s, b=b, title=title, number=numbers[b])
+    draw = partial(_block, g=g, s=s, b=b, title=title, number=numbers[b])
     return Panel(size.width(n.label for n in nodes), size.height(rows), draw)
 
 
-def _others(count: int) -> str:
-    return f" and {count} more like it" if count else ""
-
-
-def _block(picture: Any, g: D_graph | S_graph, s: S_graph, b: int, title: str, number: int) -> tuple[list[str], str]:
+def _block(
+    picture: Any, g: D_graph | S_graph | K_graph, s: S_graph, b: int, title: str, number: int
+) -> tuple[list[str], str]:
     """Add block ``b`` of class ``number`` as it looks in ``g``; returns the keys at its top and at its end."""
-    start, stop = s.blocks[b]
-    shown = s.shown if isinstance(g, S_graph) else {}
-    chart = Flowchart(s.d, picture, prefix=f"block{b}_", values=s.d.values, shown=shown)
+    prefix, (start, stop) = f"block{b}_", s.blocks[b]
+    if isinstance(g, K_graph):
+        tops = add_page(picture, g, [(start, stop, f"{title} · {stop - start} nodes", number)], prefix)
+        return tops, f"{prefix}f{stop - 1}"
+    chart = Flowchart(s.d, picture, prefix, s.shown if isinstance(g, S_graph) else {})
     if isinstance(g, S_graph):
         boxes = [S_box(s, i, chart) for i in range(start, stop)]
     else:
@@ -130,7 +129,7 @@ def _overview(picture: Any, s: S_graph, numbers: Sequence[int], span: tuple[int,
     every = interfaces(s)
     for b in range(*span):
         (start, stop), number, passed = s.blocks[b], numbers[b], every[b]
-        frame, background = parts.CLASSES[number % len(parts.CLASSES)]
+        frame, background = parts.colours_of(number)
         size = f"{format_bytes(sum(s.d.storages[x].bytes for x in passed))} to later blocks" if passed else ""
         text = parts.label(f"block {b}, class {number}", f"{stop - start} nodes", size)
         tooltip = ", ".join(node.label for node in s.nodes[start:stop])

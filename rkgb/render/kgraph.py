@@ -13,7 +13,7 @@ from rkgb.blocks.summary import interfaces
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_graph
 from rkgb.render import parts
-from rkgb.render.columns import SIZES, at_blocks, crossing, new_column, pages
+from rkgb.render.columns import SIZES, crossing, new_column, pages
 from rkgb.render.program import titled
 from rkgb.units import format_bytes, format_time
 
@@ -32,7 +32,7 @@ def whole_K(k: K_graph) -> Any:
     picture = parts.new_picture(title, LEGEND_K)
     blocks = k.s.blocks or ((0, len(k.nodes)),)
     reads = [(*n.reads, *(n.backward.reads if n.backward else ())) for n in k.nodes]
-    passes = at_blocks(blocks, crossing(reads, [n.makes for n in k.nodes]))
+    passes = crossing(reads, [n.makes for n in k.nodes], blocks)
     spans = pages(len(k.nodes), SIZES["K"].columns(len(k.nodes), (n.name for n in k.nodes)), passes)
     for j, (start, stop) in enumerate(spans):
         frames = []
@@ -40,15 +40,18 @@ def whole_K(k: K_graph) -> Any:
             times = times_of(k, a, b)
             title = f"{name} · forward {format_time(times[0])}, backward {format_time(times[1])}"
             frames.append((a, b, title, number))
-        prefix, ends = f"column{j}_" if j else "", k.outputs if stop == len(k.nodes) else ()
+        prefix, wanted = f"column{j}_" if j else "", k.outputs if stop == len(k.nodes) else ()
         with new_column(picture, j, len(spans)) as column:
-            _add_page(column, k, frames, prefix, ends)
+            add_page(column, k, frames, prefix, wanted)
             if stop == len(k.nodes):
-                _add_turn(column, k, start, prefix)
+                roots = set(k.usage.root_values(k.s.d))
+                ends = [i for i in range(start, stop) if k.nodes[i].backward and roots.intersection(k.s.nodes[i].makes)]
+                returned = [f"{prefix}d{d}" for d in k.outputs]
+                _add_loss(column, f"{prefix}loss", returned, [f"{prefix}b{i}" for i in ends])
     return picture
 
 
-def _add_page(
+def add_page(
     where: Any, k: K_graph, frames: Sequence[tuple[int, int, str, int]], prefix: str, wanted: Sequence[int] = ()
 ) -> list[str]:
     """Add consecutive nodes in ``frames`` (first node, the one behind the last, title, class), below what they read.
@@ -70,15 +73,10 @@ def _add_page(
         _add_rows(block, k, first, end, prefix, (start, stop))
         where.subgraph(block)
     _add_edges(where, k, start, stop, prefix)
-    _keep_columns(where, range(start, stop), prefix)
+    for i, j in itertools.pairwise(range(start, stop)):  # forwards, and backwards, straight below each other, in order
+        where.edge(f"{prefix}f{i}", f"{prefix}f{j}", style="invis", weight="20")
+        where.edge(f"{prefix}b{i}", f"{prefix}b{j}", style="invis", weight="20")
     return [f"{prefix}d{d}" for d in entering] or [f"{prefix}f{start}"]
-
-
-def _add_turn(where: Any, k: K_graph, start: int, prefix: str) -> None:
-    """The loss, below the last column, whose first node is ``start``."""
-    roots = set(k.usage.root_values(k.s.d))
-    ends = [i for i, n in enumerate(k.nodes) if i >= start and n.backward and set(k.s.nodes[i].makes) & roots]
-    _add_loss(where, f"{prefix}loss", [f"{prefix}d{d}" for d in k.outputs], [f"{prefix}b{i}" for i in ends])
 
 
 def _add_loss(picture: Any, key: str, outputs: Sequence[str], backwards: Sequence[str]) -> None:
@@ -164,24 +162,10 @@ def _add_edges(picture: Any, k: K_graph, start: int, stop: int, prefix: str) -> 
             picture.edge(f"{prefix}b{j}", f"{prefix}b{i}", dir="back", style="dashed", color=_SAVED)
 
 
-def _keep_columns(picture: Any, rows: Sequence[int], prefix: str) -> None:
-    """Keep forwards, and backwards, straight below each other and in their order."""
-    for i, j in itertools.pairwise(rows):
-        picture.edge(f"{prefix}f{i}", f"{prefix}f{j}", style="invis", weight="20")
-        picture.edge(f"{prefix}b{i}", f"{prefix}b{j}", style="invis", weight="20")
-
-
 def times_of(k: K_graph, start: int, stop: int) -> tuple[int, int]:
     """Forward and backward time in ns of nodes ``start`` to ``stop``."""
     nodes = k.nodes[start:stop]
     return sum(n.time for n in nodes), sum(n.backward.time for n in nodes if n.backward)
-
-
-def K_block(picture: Any, k: K_graph, s: S_graph, b: int, title: str, number: int) -> tuple[list[str], str]:
-    """Add the rows of block ``b`` of class ``number``, below its inputs; returns the keys at its top and its end."""
-    prefix, (start, stop) = f"block{b}_", s.blocks[b]
-    tops = _add_page(picture, k, [(start, stop, f"{title} · {stop - start} nodes", number)], prefix)
-    return tops, f"{prefix}f{stop - 1}"
 
 
 def K_overview(
@@ -192,12 +176,12 @@ def K_overview(
     ``span``: the first block and the one behind the last. Returns the keys at the top and the end.
     """
     title = "the chain of blocks" + ("" if span[0] else ", and what backwards read")
-    chain, last = parts.chain_frame(span, len(s.blocks), title=title), span[1] - 1
+    chain, last = parts.chain_frame(span, len(s.blocks), title), span[1] - 1
     saved = {d for n in k.nodes if n.backward for d in n.backward.reads}
     passed = interfaces(s)
     for b in range(*span):
         (start, stop), number = s.blocks[b], numbers[b]
-        frame, background = parts.CLASSES[number % len(parts.CLASSES)]
+        frame, background = parts.colours_of(number)
         kept = sum(k.data[d].bytes for n in k.nodes[start:stop] for d in n.makes if d in saved)
         forward, backward = map(format_time, times_of(k, start, stop))
         tooltip = ", ".join(node.label for node in s.nodes[start:stop])

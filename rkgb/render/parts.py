@@ -17,7 +17,7 @@ from rkgb.listing import format_program
 FORWARD, BACKWARD, CALM, DATA = "#d6e6f7", "#fbdcc4", "#e9e9e9", "#ffffff"
 SOURCES = {"input": "#bfe6c2", "parameter": "#fff2b8", "buffer": "#ece0f5", "constant": "#ece0f5"}
 OUTPUT, LOSS = "#bfe6c2", "#f6c6c6"
-# (frame, background) of the blocks of a class; further classes start again.
+# Of the blocks of a class; further classes start again.
 CLASSES = (
     ("#4878a8", "#f3f8fd"),
     ("#c06a2b", "#fef6ef"),
@@ -28,6 +28,10 @@ CLASSES = (
     ("#8a7a2a", "#fbf9ec"),
     ("#666666", "#f6f6f6"),
 )
+
+
+def colours_of(number: int) -> tuple[str, str]:
+    return CLASSES[number % len(CLASSES)]
 
 
 def counted(names: Iterable[str], limit: int = 4) -> str:
@@ -43,7 +47,6 @@ def label(title: str, *lines: str) -> str:
 
 
 def data_label(name: str, *lines: str) -> str:
-    """The label of a datum, in small letters."""
     text = "<BR/>".join(html.escape(line) for line in (name, *lines) if line)
     return f'<<FONT POINT-SIZE="9">{text}</FONT>>'
 
@@ -112,7 +115,7 @@ def new_block(name: str, title: str, number: int, *lines: str) -> Any:
     """
     from graphviz import Digraph
 
-    frame, background = CLASSES[number % len(CLASSES)]
+    frame, background = colours_of(number)
     small = "".join(f'<FONT POINT-SIZE="9">{html.escape(line)}</FONT><BR ALIGN="LEFT"/>' for line in lines if line)
     text = f"<B>{html.escape(title)}</B>" + (f'<BR ALIGN="LEFT"/>{small}' if small else "")
     block = Digraph(f"cluster_{name}")
@@ -122,11 +125,11 @@ def new_block(name: str, title: str, number: int, *lines: str) -> Any:
     return block
 
 
-def chain_frame(span: tuple[int, int], blocks: int, prefix: str = "", title: str = "the chain of blocks") -> Any:
+def chain_frame(span: tuple[int, int], blocks: int, title: str = "the chain of blocks") -> Any:
     """The frame of a part of the chain: ``span`` of ``blocks`` blocks."""
     start, stop = span
     which = "" if stop - start == blocks else f": {start} to {stop - 1} of 0 to {blocks - 1}"
-    return new_block(f"{prefix}chain{start}", title + which, len(CLASSES) - 1)
+    return new_block(f"chain{start}", title + which, len(CLASSES) - 1)
 
 
 def add_box(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:

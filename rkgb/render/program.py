@@ -13,12 +13,14 @@ from typing import Any
 from rkgb.blocks.classes import classes
 from rkgb.graphs import B_graph, D_graph, Node, S_graph, Value
 from rkgb.render import parts
-from rkgb.render.columns import SIZES, at_blocks, crossing, new_column, pages
+from rkgb.render.columns import SIZES, crossing, new_column, pages
 from rkgb.units import format_bytes
 
 LEGEND = "box: operation · ellipse: data that enters or leaves · cylinder: parameters (yellow), buffers (violet)"
 LEGEND_S = f"{LEGEND} · grey: no gradient, dashed: runs once · frame: block, colour: class"
 _OWN = ("parameter", "buffer")
+_COLOURS = (*_OWN, "constant", "input")
+"""Kinds of sources; the first one decides the colour of several together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +44,26 @@ class Section:
     number: int | None = None
 
 
-@dataclass(slots=True)
-class _Places:
-    """The places of values: the key of each one's box or ellipse, its maker's section, and the boxes that read it."""
-
-    keys: dict[int, str] = field(default_factory=dict)
-    home: dict[int, int] = field(default_factory=dict)
-    readers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class Flowchart:
     """The flowchart of sections of a B, D or S graph; ``g`` has the values that they read and make.
 
-    ``shown``: names of values in S, where these differ from those in D.
+    ``shown``: names of values in S, where these differ from those in D. Of values that were drawn: ``keys`` of their
+    boxes or ellipses, ``home``, the sections that make them, and ``readers``, the boxes that read them.
     """
 
     g: B_graph | D_graph
     picture: Any
     prefix: str = ""
-    values: dict[int, Value] = field(default_factory=dict)
     shown: dict[int, str] = field(default_factory=dict)
+    keys: dict[int, str] = field(default_factory=dict)
+    home: dict[int, int] = field(default_factory=dict)
+    readers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[int, Value]:
+        """What is known of values: in B nothing."""
+        return self.g.values if isinstance(self.g, D_graph) else {}
 
     def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> tuple[list[str], str]:
         """Draw ``sections`` one below the other, then the values ``leaving``. Returns keys of the top and the end."""
@@ -72,24 +73,23 @@ class Flowchart:
             else parts.new_block(f"{self.prefix}{k}", f"{section.title} · {len(section.boxes)} nodes", section.number)
             for k, section in enumerate(sections)
         ]
-        at = _Places()
         for k, section in enumerate(sections):
             for j, box in enumerate(section.boxes):
                 parts.add_box(frames[k], self._key(k, j), box.text, box.tooltip, box.fill, style=box.style)
-                at.keys.update(dict.fromkeys(box.makes, self._key(k, j)))
-                at.home.update(dict.fromkeys(box.makes, k))
+                self.keys.update(dict.fromkeys(box.makes, self._key(k, j)))
+                self.home.update(dict.fromkeys(box.makes, k))
                 for v in box.reads:
-                    at.readers.setdefault(v, []).append((k, j))
-        self._enter(frames, leaving, at)
-        self._edges(sections, at)
-        tops = [self._tops(sections, k, at) for k in range(len(sections))]
+                    self.readers.setdefault(v, []).append((k, j))
+        self._enter(frames, leaving)
+        self._edges(sections)
+        tops = [self._tops(sections, k) for k in range(len(sections))]
         ends = [self._key(k, len(section.boxes) - 1) for k, section in enumerate(sections)]
         for above, below in zip(ends, tops[1:], strict=False):
             parts.put_below(self.picture, above, below)
         for v in dict.fromkeys(leaving):
             ends.append(f"{self.prefix}out{v}")
-            self._leave(frames[at.home[v]] if v in at.home else self.picture, ends[-1], v)
-            self.picture.edge(at.keys[v], ends[-1])
+            self._leave(frames[self.home[v]] if v in self.home else self.picture, ends[-1], v)
+            self.picture.edge(self.keys[v], ends[-1])
         for section, frame in zip(sections, frames, strict=True):
             if section.number is not None:
                 self.picture.subgraph(frame)
@@ -98,59 +98,54 @@ class Flowchart:
     def _key(self, k: int, j: int) -> str:
         return f"{self.prefix}n{k}_{j}"
 
-    def _enter(self, frames: Sequence[Any], leaving: Sequence[int], at: _Places) -> None:
+    def _enter(self, frames: Sequence[Any], leaving: Sequence[int]) -> None:
         """Add an ellipse for each value that no box makes; parameters and buffers of one box share a cylinder."""
         groups: dict[object, list[int]] = {}
-        for v in [v for v in dict.fromkeys((*at.readers, *leaving)) if v not in at.keys]:
-            boxes, source = at.readers.get(v, []), self.g.sources.get(v)
+        for v in [v for v in dict.fromkeys((*self.readers, *leaving)) if v not in self.keys]:
+            boxes, source = self.readers.get(v, []), self.g.sources.get(v)
             own = len(boxes) == 1 and v not in leaving and source is not None and source.kind in _OWN
             groups.setdefault(boxes[0] if own else v, []).append(v)
         for members in groups.values():
             key = f"{self.prefix}v{members[0]}"
-            at.keys.update(dict.fromkeys(members, key))
-            where = {k for v in members for k, _ in at.readers.get(v, ())}
+            self.keys.update(dict.fromkeys(members, key))
+            where = {k for v in members for k, _ in self.readers.get(v, ())}
             self._source(frames[where.pop()] if len(where) == 1 else self.picture, key, members)
 
-    def _edges(self, sections: Sequence[Section], at: _Places) -> None:
+    def _edges(self, sections: Sequence[Section]) -> None:
         """Add an edge to each box from what it reads, with the value's name if its maker has several results."""
         several = {v for s in sections for box in s.boxes if len(box.makes) > 1 for v in box.makes}
         for k, section in enumerate(sections):
             for j, box in enumerate(section.boxes):
                 seen: set[str] = set()
                 for v in box.reads:
-                    if at.keys[v] in seen and v not in several:
+                    if self.keys[v] in seen and v not in several:
                         continue
-                    seen.add(at.keys[v])
+                    seen.add(self.keys[v])
                     tip = parts.tip(self.describe(v))
                     more = {"label": parts.escaped(f" {self.name(v)}")} if v in several else {}
                     # Edges within a section are kept straight; those between sections do not move them.
-                    more["weight"] = "1" if v not in at.home else "8" if at.home[v] == k else "0"
-                    self.picture.edge(at.keys[v], self._key(k, j), tooltip=tip, labeltooltip=tip, **more)
-                alone = not any(v in at.home for v in box.reads) and not any(v in at.readers for v in box.makes)
+                    more["weight"] = "1" if v not in self.home else "8" if self.home[v] == k else "0"
+                    self.picture.edge(self.keys[v], self._key(k, j), tooltip=tip, labeltooltip=tip, **more)
+                alone = not any(v in self.home for v in box.reads) and not any(v in self.readers for v in box.makes)
                 if j and alone:  # nothing but its place in the program says where it belongs
                     parts.put_below(self.picture, self._key(k, j - 1), [self._key(k, j)])
 
-    def _tops(self, sections: Sequence[Section], k: int, at: _Places) -> list[str]:
+    def _tops(self, sections: Sequence[Section], k: int) -> list[str]:
         """The keys at the top of section k to which no edge of the picture leads."""
         before = {v for section in sections[:k] for box in section.boxes for v in box.reads}
         tops = []
         for j, box in enumerate(sections[k].boxes[:3]):  # what is further down follows by itself
-            if not any(v in at.keys and at.home.get(v, k) == k for v in box.reads):
+            if not any(v in self.keys and self.home.get(v, k) == k for v in box.reads):
                 tops.append(self._key(k, j))
-            tops += [at.keys[v] for v in box.reads if v not in at.home and v not in before]
+            tops += [self.keys[v] for v in box.reads if v not in self.home and v not in before]
         return list(dict.fromkeys(tops))
 
     def _source(self, where: Any, key: str, members: Sequence[int]) -> None:
         sources = [self.g.sources.get(v) for v in members]
-        kind = min((s.kind for s in sources if s), key=_colour_order, default="")
+        kind = min((s.kind for s in sources if s), key=_COLOURS.index, default="")
         fill = parts.SOURCES[kind] if kind else parts.DATA
-        more = (
-            {"style": "filled,dashed"}
-            if not kind
-            else {"shape": "cylinder", "margin": "0.08,0.07"}
-            if kind in _OWN
-            else {}
-        )
+        cylinder = {"shape": "cylinder", "margin": "0.08,0.07"} if kind in _OWN else {}
+        more = cylinder if kind else {"style": "filled,dashed"}
         tooltip = "\n".join(self.describe(v) for v in members)
         parts.add_data(where, key, parts.data_label(*self._names(members)), tooltip, fill, **more)
 
@@ -195,22 +190,16 @@ class Flowchart:
         return f"{kind}{self.name(v)}{form}"
 
 
-def _colour_order(kind: str) -> int:
-    """The place of a kind of source in the order that decides the colour of several together."""
-    return ("parameter", "buffer", "constant", "input").index(kind)
-
-
 def whole_program(g: B_graph | D_graph) -> Any:
     """All operations of a B or D graph, in columns."""
     stage = "B" if isinstance(g, B_graph) else "D"
     picture = parts.new_picture(f"{stage} graph: {len(g.nodes)} operations", LEGEND)
-    values = {} if isinstance(g, B_graph) else g.values
     names = g.names if isinstance(g, B_graph) else [n.label for n in g.nodes]
     reads, makes = [n.reads() for n in g.nodes], [n.outputs for n in g.nodes]
     spans = pages(len(g.nodes), SIZES[stage].columns(len(g.nodes), names), crossing(reads, makes))
     for k, (start, stop) in enumerate(spans):
         with new_column(picture, k, len(spans)) as column:
-            chart = Flowchart(g, column, f"column{k}_" if k else "", values)
+            chart = Flowchart(g, column, f"column{k}_" if k else "")
             boxes = tuple(node_box(g.nodes[op], chart, op) for op in range(start, stop))
             chart.draw([Section(boxes)], _leaving(reads, makes, start, stop, g.outputs))
     return picture
@@ -227,7 +216,6 @@ def _leaving(
 
 
 def node_box(node: Node, chart: Flowchart, index: int) -> Box:
-    """The box of one B or D node."""
     g = chart.g
     title = node.label or node.name
     results = ", ".join(g.names[v] for v in node.outputs if g.names[v] != title)
@@ -245,10 +233,10 @@ def whole_S(s: S_graph) -> Any:
     picture = parts.new_picture(f"S graph: {len(s.nodes)} nodes, blocks: {len(blocks)}", LEGEND_S)
     reads, makes = [n.reads for n in s.nodes], [n.makes for n in s.nodes]
     count = SIZES["S"].columns(len(s.nodes), (n.label for n in s.nodes))
-    spans = pages(len(s.nodes), count, at_blocks(blocks, crossing(reads, makes)))
+    spans = pages(len(s.nodes), count, crossing(reads, makes, blocks))
     for k, span in enumerate(spans):
         with new_column(picture, k, len(spans)) as column:
-            chart = Flowchart(s.d, column, f"column{k}_" if k else "", s.d.values, s.shown)
+            chart = Flowchart(s.d, column, f"column{k}_" if k else "", s.shown)
             sections = [
                 Section(tuple(S_box(s, i, chart) for i in range(start, stop)), title, number)
                 for start, stop, title, number in titled(s, blocks, *span)
@@ -267,7 +255,6 @@ def titled(s: S_graph, blocks: Sequence[tuple[int, int]], start: int, stop: int)
 
 
 def S_box(s: S_graph, i: int, chart: Flowchart) -> Box:
-    """The box of S node ``i``."""
     node = s.nodes[i]
     body = [s.d.nodes[op].name for op in node.ops]
     if node.name in body:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -17,19 +16,13 @@ from torch.overrides import TorchFunctionMode
 from rkgb.device import KINDS
 from rkgb.errors import UnsupportedError
 from rkgb.graphs import Mode
-from rkgb.randomness import (
-    RandomSource,
-    generators_in,
-    random_bytes,
-    watched_devices,
-)
+from rkgb.randomness import RandomSource, generators_in, random_bytes, watched_devices
 from rkgb.storages import has_memory
 from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
-from rkgb.trace.guards import shaped_by_data, shapes, snapshot
+from rkgb.trace.guards import Guard, shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
 from rkgb.trace.meta import OnMeta
-from rkgb.trace.recurrent import RECURRENT, CastWeights
-from rkgb.trace.respelled import Respelled, respelled
+from rkgb.trace.respelled import RECURRENT, CastWeights, Respelled, respelled
 from rkgb.trace.tracer import (
     call_name,
     constant_of,
@@ -90,16 +83,12 @@ def current_mode() -> Mode:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HostRead:
-    """A read by Python: ``function(*args, **kwargs)`` returned ``value``; markers take the tensors' places."""
+class HostRead(NamedTuple):
+    """A read by Python, which ``guard(*args, **kwargs)`` makes again; markers take the tensors' places."""
 
-    function: Callable[..., Any]
-    name: str
+    guard: Guard
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    value: Any
-    line: str
 
     def markers(self) -> list[torch.Tensor]:
         """Results of the trace that stand for the tensors read, in order."""
@@ -145,10 +134,9 @@ class Recorder(TorchFunctionMode):
         self.generators = generators
         self.devices = () if on_meta else watched_devices(known)
         self.on_meta, self.watch_shapes = on_meta, watch_shapes
-        self.call: Callable[..., Any] = on_meta or _plainly
+        self.call: Callable[..., Any] = on_meta or (lambda func, args, kwargs: func(*args, **kwargs))
         self.captured: list[torch.Tensor] = []
         self.reads: list[HostRead] = []
-        self.of_any_size = on_meta is not None and on_meta.of_any_size
         self.sizes_read = False  # or what may follow from them, by Python: the trace has numbers in their place
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
         self.inside_function = False  # an autograd.Function is one operation, however many it calls
@@ -164,7 +152,7 @@ class Recorder(TorchFunctionMode):
         name = call_name(func)
         self._refuse(func, name, args)
         if name in _UNRECORDED:
-            if self.of_any_size and name in _SIZES:
+            if self.on_meta is not None and self.on_meta.of_any_size and name in _SIZES:
                 return func(*args, **kwargs)
             self.sizes_read = True
             with untraced(tracing):
@@ -274,13 +262,18 @@ class Recorder(TorchFunctionMode):
         marked = self._marked(tracing, args), self._marked(tracing, kwargs)
         with untraced(tracing):
             value = func(*args, **kwargs)
-            self.reads.append(HostRead(func, name, marked[0], marked[1], snapshot(value), user_line()))
+            self.reads.append(HostRead(Guard(func, name, snapshot(value), user_line()), *marked))
         return value
 
     def _marked(self, tracing: Any, tree: Any) -> Any:
         """``tree`` with each tensor replaced by a marker: an empty tensor whose node in the trace reads it."""
+
+        def mark(t: torch.Tensor) -> torch.Tensor:
+            outside = outside_vmap(t)
+            return outside.new_empty(0) if outside.layout == torch.strided else outside.detach()
+
         with scoped(tracing, self.scope()):
-            return map_tensors(tree, lambda t: _mark(outside_vmap(t)))
+            return map_tensors(tree, mark)
 
     def _look_for_captured(self, tracing: Any, arguments: Any) -> None:
         for t in tensors_in(arguments):
@@ -308,11 +301,3 @@ class Recorder(TorchFunctionMode):
     def _knows(self, t: torch.Tensor) -> bool:
         known = self._known.get(id(t))
         return known is not None and known() is t
-
-
-def _plainly(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
-def _mark(t: torch.Tensor) -> torch.Tensor:
-    return t.new_empty(0) if t.layout == torch.strided else t.detach()

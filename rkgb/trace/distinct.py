@@ -45,7 +45,6 @@ class DistinctCalls:
         self._found: dict[Hashable, Distinct] = {}
 
     def note(self, call: Distinct) -> None:
-        """Such a call came."""
         self._found.setdefault((call.func, repr((call.args, call.kwargs)), call.memory, call.mode), call)
 
     @staticmethod

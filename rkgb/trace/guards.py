@@ -11,15 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 
 from rkgb.graphs import Node
 from rkgb.trees import tensor_leaves
-
-try:
-    import numpy
-except ImportError:  # pragma: no cover - torch itself then offers no arrays
-    numpy = None  # type: ignore[assignment]
 
 
 class GuardFailed(Exception):
@@ -53,14 +49,14 @@ class Guard:
 
 def snapshot(value: Any) -> Any:
     """``value``, copied if it shares memory with the tensor that it was read from."""
-    return value.copy() if numpy is not None and isinstance(value, numpy.ndarray) else value
+    return value.copy() if isinstance(value, numpy.ndarray) else value
 
 
 def same(a: Any, b: Any) -> bool:
     """Whether two values that Python read are of one type and equal; NaN equals NaN."""
     if type(a) is not type(b):
         return False
-    if numpy is not None and isinstance(a, numpy.ndarray):
+    if isinstance(a, numpy.ndarray):
         return a.dtype == b.dtype and numpy.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
@@ -70,7 +66,6 @@ def same(a: Any, b: Any) -> bool:
 
 
 def is_guard(node: Node) -> bool:
-    """Whether the node is a guard."""
     return isinstance(node.op, Guard)
 
 

@@ -22,6 +22,7 @@ from rkgb.nodes import Node
 from rkgb.storages import has_memory, storage_key
 from rkgb.trace.attention import attention_on_cpu
 from rkgb.trace.distinct import DistinctCalls
+from rkgb.trace.operators import named
 from rkgb.trace.tracer import untraced
 from rkgb.trees import map_tensors, tensors_in
 
@@ -84,10 +85,8 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            arguments = func._schema.arguments
-            given = dict(zip((x.name for x in arguments), args, strict=False)) | (kwargs or {})
-            rate = next((given.get(x.name, x.default_value) for x in arguments if x.name == "dropout_p"), None)
-            self.came |= rate != 0.0
+            given = {x.name: x.default_value for x in func._schema.arguments} | named(func, args, kwargs or {})
+            self.came |= given.get("dropout_p") != 0.0
         return func(*args, **(kwargs or {}))
 
 
@@ -113,7 +112,8 @@ class OnMeta:
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _OF_VALUES:
-            return _constant(_untraced(lambda: func(*args, **kwargs)))
+            made = _untraced(lambda: func(*args, **kwargs))
+            return _lying_as(made, lambda: _like(made, {}))
         if func in _CONVOLUTIONS:
             return _convolution(func, *args, **kwargs)
         if func in _ON_CPU and self.on_cpu:
@@ -130,16 +130,6 @@ class OnMeta:
 def _untraced(make: Callable[[], Any]) -> Any:
     with untraced(_C._get_tracing_state()):
         return make()
-
-
-def _constant(made: torch.Tensor) -> torch.Tensor:
-    """``made``, a constant of the trace, without data."""
-    if _C._get_tracing_state() is None:
-        return _like(made, {})
-    value = _C._get_value_trace(made)
-    result: torch.Tensor = _untraced(lambda: _like(made, {}))
-    _C._set_value_trace(result, value)
-    return result
 
 
 def _convolution(
@@ -233,16 +223,12 @@ def node_on(node: Node, device: torch.device) -> Node:
     return node if same else dataclasses.replace(node, args=args, kwargs=kwargs)
 
 
-def _constant_on_meta(t: torch.Tensor) -> torch.Tensor:
-    """A number stays what it is: torch may have made it of one of Python's, which counts for types of results."""
-    return t if _is_number(t) else _like(t, {})
-
-
 def run_on_meta(node: Node, device: torch.device) -> Node:
     """``node`` as it is to run on the meta device, so that it makes and saves what it does on ``device``."""
-    if next(tensors_in((node.args, [a for _, a in node.kwargs])), None) is not None:
-        kwargs = tuple((k, map_tensors(a, _constant_on_meta)) for k, a in node.kwargs)
-        node = dataclasses.replace(node, args=map_tensors(node.args, _constant_on_meta), kwargs=kwargs)
+    if next(tensors_in((node.args, node.kwargs)), None) is not None:
+        # A number stays what it is: torch may have made it of one of Python's, which counts for types of results.
+        args, kwargs = map_tensors((node.args, node.kwargs), lambda t: t if _is_number(t) else _like(t, {}))
+        node = dataclasses.replace(node, args=args, kwargs=kwargs)
     if device.type == "cpu" and node.op in _ON_CPU:
         node = dataclasses.replace(node, op=_ON_CPU[node.op])
     elif node.op is torch.ops.aten._convolution.default:

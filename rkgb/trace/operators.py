@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,6 +27,11 @@ def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an operator writes to, by its schema: positions and names."""
     arguments = enumerate(op._schema.arguments)
     return tuple((k, x.name) for k, x in arguments if x.alias_info is not None and x.alias_info.is_write)
+
+
+def named(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operator is given, by the names of its schema."""
+    return dict(zip((x.name for x in op._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
 class WritesSeen(TorchDispatchMode):

@@ -13,7 +13,6 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -22,13 +21,6 @@ from rkgb.trace.code import not_compiled
 PYTHON, NUMPY = "Python's random module", "NumPy's random module"
 
 _DRAW = frozenset({"random", "getrandbits", "seed", "setstate"})
-
-
-@dataclass
-class _Watch:
-    """``drawn``: this thread has drawn from Python's generator."""
-
-    drawn: bool = False
 
 
 @contextlib.contextmanager
@@ -43,37 +35,38 @@ def other_draws() -> Iterator[list[str]]:
     alone = threading.active_count() == 1
     with contextlib.nullcontext() if alone else _numpy_lock():
         before = random.getstate(), _numpy_state(), _numpy_generator() and _numpy_generator().get_state()
-        with _watched() as watch:
+        with _watched() as calls:
             yield drawn_from
         alone = alone and threading.active_count() == 1
-        if (alone or watch.drawn) and random.getstate() != before[0]:
+        if (alone or calls) and random.getstate() != before[0]:
             drawn_from.append(PYTHON)
             if alone:
                 random.setstate(before[0])
         if before[1] and _numpy_state() != before[1]:  # its first import meanwhile is no draw
             drawn_from.append(NUMPY)
-            _set_numpy_state(before[2])
+            _numpy_generator().set_state(before[2])
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[_Watch]:
-    """A context that sees this thread's calls of Python's generator. A Python profiler sees nothing meanwhile.
+def _watched() -> Iterator[set[str]]:
+    """A context that sees by which calls this thread draws from Python's generator. Profilers see nothing meanwhile.
 
     Garbage collection is off, since it would call finalizers and callbacks that are no part of the forward.
     """
-    watch, generator = _Watch(), random.random.__self__  # type: ignore[attr-defined]
+    calls: set[str] = set()
+    generator = random.random.__self__  # type: ignore[attr-defined]
 
     @not_compiled
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and getattr(argument, "__self__", None) is generator:
-            watch.drawn = watch.drawn or argument.__name__ in _DRAW
+        if event == "c_call" and getattr(argument, "__self__", None) is generator and argument.__name__ in _DRAW:
+            calls.add(argument.__name__)
 
     before: Any = sys.getprofile()
     collects = gc.isenabled()
     gc.disable()
     sys.setprofile(note)
     try:
-        yield watch
+        yield calls
     finally:
         sys.setprofile(None)
         if collects:
@@ -93,10 +86,6 @@ def _numpy_generator() -> Any:
     """The generator of ``numpy.random.rand`` and its kind; None if ``numpy.random`` is not imported."""
     draw = getattr(sys.modules.get("numpy.random"), "random_sample", None)
     return getattr(draw, "__self__", None)
-
-
-def _set_numpy_state(state: Any) -> None:
-    _numpy_generator().set_state(state)
 
 
 def _numpy_lock() -> contextlib.AbstractContextManager[Any]:

@@ -44,22 +44,14 @@ _tracing = threading.local()
 
 def is_traced() -> bool:
     """Whether this thread runs a module within ``traceable``."""
-    return getattr(_tracing, "depth", 0) > 0
-
-
-@contextlib.contextmanager
-def _in_this_thread() -> Iterator[None]:
-    _tracing.depth = getattr(_tracing, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _tracing.depth -= 1
+    return getattr(_tracing, "here", False)
 
 
 @contextlib.contextmanager
 def traceable() -> Iterator[None]:
     """A context in which the tracer records all that a module does in eager mode. One thread at a time."""
-    with TRACING, _in_this_thread(), contextlib.ExitStack() as changes:
+    with TRACING, contextlib.ExitStack() as changes:
+        changes.enter_context(patch.object(_tracing, "here", True, create=True))
         for owner, name, new in _changes():
             changes.enter_context(patch.object(owner, name, new))
         yield

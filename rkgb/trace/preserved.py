@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,6 +18,16 @@ def drop_saved() -> saved_tensors_hooks:
         raise RuntimeError("a tensor dropped while the module was observed is needed: backward ran inside forward")
 
     return saved_tensors_hooks(lambda _: None, refuse)
+
+
+def each_saved(note: Callable[[torch.Tensor], None]) -> saved_tensors_hooks:
+    """A context in which ``note`` is called with each tensor that autograd saves. The tensor is saved as without it."""
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        note(t)
+        return t
+
+    return saved_tensors_hooks(pack, lambda t: t)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,7 +18,7 @@ from rkgb.trace.lines import place, user_line
 from rkgb.trace.patches import traceable
 from rkgb.trace.preserved import drop_saved
 from rkgb.trace.respelled import spell_booleans
-from rkgb.trace.tracer import untraced
+from rkgb.trace.tracer import scoped, untraced
 from rkgb.trees import tensors_in
 
 _C: Any = torch._C
@@ -28,25 +29,17 @@ def _functions_marked(seen: Recorder) -> Iterator[None]:
     """Name calls of ``autograd.Function.apply`` in the scopes, as the recorder does not see them."""
     original = torch.autograd.Function.__dict__["apply"]
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         tracing = torch._C._get_tracing_state()
         if tracing is None or seen.inside_function:
             return original.__get__(None, cls)(*args, **kwargs)
         _refuse_hidden_parameters(cls, args)
-        tracing.push_scope(seen.scope())
-        seen.inside_function = True
-        try:
-            with _forward_untraced(cls, tracing):
-                return original.__get__(None, cls)(*args, **kwargs)
-        finally:
-            seen.inside_function = False
-            tracing.pop_scope()
+        untraced_forward = patch.object(cls, "forward", staticmethod(_untraced_forward(cls.forward, tracing)))
+        with scoped(tracing, seen.scope()), patch.object(seen, "inside_function", True), untraced_forward:
+            return original.__get__(None, cls)(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def _refuse_hidden_parameters(cls: type, args: tuple[Any, ...]) -> None:
@@ -60,11 +53,8 @@ def _refuse_hidden_parameters(cls: type, args: tuple[Any, ...]) -> None:
         raise UnsupportedError(BACKWARD_INSIDE.format(what=cls.__name__, line=user_line()))
 
 
-@contextlib.contextmanager
-def _forward_untraced(cls: Any, tracing: Any) -> Iterator[None]:
-    """The operations in the forward of an ``autograd.Function`` are not recorded: its writes would be made twice."""
-    own = cls.__dict__.get("forward")
-    forward = cls.forward
+def _untraced_forward(forward: Callable[..., Any], tracing: Any) -> Callable[..., Any]:
+    """``forward`` of an ``autograd.Function``, whose operations are not recorded: its writes would be made twice."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with untraced(tracing):
@@ -75,25 +65,7 @@ def _forward_untraced(cls: Any, tracing: Any) -> Iterator[None]:
                 _C._set_value_trace(t, _C._get_value_trace(torch.empty(0)))
         return results
 
-    cls.forward = staticmethod(run)
-    try:
-        yield
-    finally:
-        if own is None:
-            del cls.forward
-        else:
-            cls.forward = own
-
-
-@contextlib.contextmanager
-def _modules_named(model: torch.nn.Module) -> Iterator[None]:
-    """Calls of submodules are scopes, by their qualified names."""
-    before = torch.jit._trace._trace_module_map
-    torch.jit._trace._trace_module_map = {m: name for name, m in model.named_modules()}
-    try:
-        yield
-    finally:
-        torch.jit._trace._trace_module_map = before
+    return run
 
 
 def record(
@@ -134,11 +106,12 @@ def record(
 @contextlib.contextmanager
 def _traceable_run(model: torch.nn.Module, seen: Recorder) -> Iterator[None]:
     """What holds while ``model`` is traced."""
+    scopes = {m: name for name, m in model.named_modules()}  # calls of submodules are scopes, by qualified names
     with (
         _mode_put_back(),
         traceable(),
         _functions_marked(seen),
-        _modules_named(model),
+        patch.object(torch.jit._trace, "_trace_module_map", scopes),
         drop_saved(),
         warnings.catch_warnings(),
     ):

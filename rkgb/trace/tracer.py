@@ -18,7 +18,6 @@ _SAME = frozenset("aten::" + name for name in "to lift_fresh resolve_conj resolv
 
 
 def uses(value: Any) -> int:
-    """How many operations of the trace read a value."""
     return len(list(value.uses()))
 
 
@@ -48,16 +47,12 @@ def without_override(func: Any) -> Callable[..., Any] | None:
     """
     if not isinstance(func, FunctionType) or func.__module__ not in ("torch.nn.functional", "torch.functional"):
         return None
-    asks = {name: _overridden_by_nothing for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    asks = {name: lambda *_: False for name in func.__code__.co_names if name.startswith("has_torch_function")}
     if not asks or "_get_tracing_state" in func.__code__.co_names:  # it does otherwise where sizes are traced
         return None
     made = FunctionType(func.__code__, {**func.__globals__, **asks}, func.__name__, func.__defaults__, func.__closure__)
     made.__kwdefaults__ = func.__kwdefaults__
     return made
-
-
-def _overridden_by_nothing(*_: Any) -> bool:
-    return False
 
 
 def outside_vmap(t: torch.Tensor) -> torch.Tensor:

@@ -75,22 +75,6 @@ class Written:
         return id(t) in self._changed
 
 
-class _Keeping:
-    """Copies each of ``own`` before the first operation that writes to it."""
-
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        self.own: dict[int, list[torch.Tensor]] = {}
-        for t in own:
-            self.own.setdefault(storage_key(t), []).append(t)
-        self.copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-
-    def before(self, written: list[Any]) -> None:
-        """These are about to be written."""
-        for own in (own for t in _strided(written) for own in self.own.get(storage_key(t), ())):
-            if id(own) not in self.copies:
-                self.copies[id(own)] = (own, own._version, own.detach().clone())
-
-
 @contextlib.contextmanager
 def put_back(model: torch.nn.Module, seen: WritesSeen) -> Iterator[None]:
     """A context that restores parameters, and tensors in plain attributes of modules, at its end. ``seen`` is active
@@ -101,8 +85,17 @@ def put_back(model: torch.nn.Module, seen: WritesSeen) -> Iterator[None]:
     held = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
     own = [t for t in (*model.parameters(), *held) if t.layout == torch.strided]
     data = [(t, t.detach()) for t in own]
-    keeping = _Keeping(own)
-    seen.before_write = keeping.before
+    in_memory: dict[int, list[torch.Tensor]] = {}
+    for t in own:
+        in_memory.setdefault(storage_key(t), []).append(t)
+    copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def keep(written: list[Any]) -> None:
+        for t in (t for x in _strided(written) for t in in_memory.get(storage_key(x), ())):
+            if id(t) not in copies:
+                copies[id(t)] = (t, t._version, t.detach().clone())
+
+    seen.before_write = keep
     try:
         yield
     finally:
@@ -110,11 +103,10 @@ def put_back(model: torch.nn.Module, seen: WritesSeen) -> Iterator[None]:
             for t, before in data:
                 if storage_key(t) != storage_key(before):
                     t.data = before
-            for t, version, copy in keeping.copies.values():
+            for t, version, copy in copies.values():
                 t.copy_(copy)
                 torch._C._autograd._unsafe_set_version_counter((t,), (version,))
 
 
 def _strided(tree: Any) -> Iterable[torch.Tensor]:
-    """The tensors of ``tree`` with strided memory."""
     return filter(has_memory, tensor_leaves(tree))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from rkgb.trace import recurrent
+from rkgb.trace import respelled
 from rockmate.calls.unguarded import CAPTURING, is_captured, see_what_is_not_guarded, wrap
 
 RECOMPILE_LIMIT = 64
@@ -130,7 +130,7 @@ def new_entry() -> Callable[..., Any]:
 _numbers = itertools.count()
 
 
-RECURRENT = tuple(function.__name__ for function in recurrent.RECURRENT)
+RECURRENT = tuple(function.__name__ for function in respelled.RECURRENT)
 """Names of the operations."""
 
 

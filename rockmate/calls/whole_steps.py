@@ -44,9 +44,9 @@ class Form:
 @dataclass(eq=False)
 class KnownStep:
     """Such steps are planned together. ``chosen``: ways of its calls, for ``budget`` and the ``ways`` that there were,
-    the first ``fixed`` of which ran already; ``problem``: why they do not fit it. ``peak``: what they take, of the budget ``asked`` for. ``beside``: bytes
-    that steps took above that, which ``looks`` at them have shown, of which some were ``unfinished``. ``measured``: the
-    ways in which their calls ran.
+    the first ``fixed`` of which ran already; ``problem``: why they do not fit it. ``peak``: what they take, of the
+    budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown, of which
+    some were ``unfinished``. ``measured``: the ways in which their calls ran.
     """
 
     form: Form

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from rkgb.cost.saved import each_saved
 from rkgb.program import in_mode
 from rkgb.storages import storage_key
 from rkgb.trace.capture import current_mode
+from rkgb.trace.preserved import each_saved
 from rockmate.pieces.inductor import Code, inner_compiled
 from solvers.work import Work
 

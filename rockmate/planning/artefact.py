@@ -18,8 +18,8 @@ import torch
 
 from rkgb.blocks.classes import classes
 from rkgb.blocks.fingerprint import describe_inputs, fingerprint
+from rkgb.cost.node import warm
 from rkgb.cost.usage import Usage
-from rkgb.cost.warm import warm
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_data, K_graph, K_node
 from rkgb.pipeline import Graphs, Shows, make_S

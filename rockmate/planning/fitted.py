@@ -8,8 +8,7 @@ from functools import cached_property
 
 import torch
 
-from rkgb.cost.extrapolate import Extrapolated, Measured, extrapolated, form
-from rkgb.cost.kernels import convolution_kernels
+from rkgb.cost.extrapolate import Extrapolated, Measured, convolution_kernels, extrapolated, form
 from rockmate.planning.planner import Planner
 from rockmate.progress import Report, part_of
 from solvers import ChainPlan, Problem, Schedule, keep_everything, walk

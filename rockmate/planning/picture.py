@@ -92,7 +92,7 @@ def draw_plan(drawn: Drawn, title: str, facts: str) -> Any:
 def _add_chain(picture: Any, drawn: Drawn, span: tuple[int, int]) -> tuple[list[str], str]:
     """Add the blocks of ``span``, and the loss behind the last one; the keys at the top and the end."""
     blocks, (start, stop) = drawn.problem.blocks, span
-    chain = parts.chain_frame(span, len(blocks), "", "the chain of blocks")
+    chain = parts.chain_frame(span, len(blocks))
     keys = [f"chain{b}" for b in range(start, stop)]
     for b, key in zip(range(start, stop), keys, strict=True):
         _add_block_box(chain, drawn, b, key)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from rkgb.device.allocator import Allocator
-from rkgb.device.allocator_blocks import Levels
+from rkgb.device.allocator import Allocator, Levels
 from solvers import Del, Loss, Problem, Run, Schedule, Step, walk
 
 
@@ -35,8 +34,7 @@ Event = Alloc | Free
 def predict_reserved(problem: Problem, schedule: Schedule, allocator: Allocator | None = None) -> Levels:
     """The most bytes asked for, allocated and held while ``schedule`` runs, with all that ``allocator`` holds already.
 
-    ``allocator``: a new one by default; parameters, inputs and free memory that is held go into it before
-    (``malloc``, ``adopt``).
+    ``allocator``: a new one by default; parameters and inputs go into it before (``malloc``).
     Raises ``ScheduleError``.
     """
     allocator = allocator or Allocator()

@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rkgb.cost.clock import Clock, Mark
-from rkgb.cost.counted import counted_tail, modelled_times
+from rkgb.cost.clock import Clock, Mark, counted_tail, modelled_times
 from rkgb.cost.memory import bytes_by_storage, measure_memory, storage_bytes
 from rkgb.cost.piece import Gradients, Layouts, backward_memory, held_on, ignore, tapped
-from rkgb.cost.saved import each_saved
 from rkgb.device import kind_of, one_device
 from rkgb.program import same
 from rkgb.randomness import RandomSource, refuse_unseen_draws, set_random_state, state_bytes
 from rkgb.storages import storage_key, versions_of
 from rkgb.trace.other_draws import other_draws
-from rkgb.trace.preserved import preserved
+from rkgb.trace.preserved import each_saved, preserved
 from rkgb.trees import tensor_leaves
 from rockmate.errors import InputError
 from rockmate.rotor.parts import HIDING, Function, Moment, detached

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_allocator import Allocator
 from solver_cases import MIB, gpt_chain, lin_relu_lin
 from solver_strategies import problems
 
-from rkgb.device.allocator import Allocator
 from rockmate.planning.reserved import Alloc, Free, predict_reserved, step_events
 from solvers import (
     Backward,

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from rkgb.device import Cpu
-from rkgb.device.kind import measured_by
 from rkgb.device.profiled import ProfiledTimeline
 from rkgb.trees import tensors_in
 from rockmate import Attachment, BudgetWarning, InfeasibleBudgetError, InputError, Rockmate, attach
@@ -108,7 +107,7 @@ def peaks_of_training(
     budget: Any = device.free() * 9 // 10 if old else "auto"
     attach(model, budget, sample=x, costs="flops", cache=False, on_infeasible="error")
 
-    def step(_: Any) -> None:
+    def step() -> None:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -118,8 +117,12 @@ def peaks_of_training(
         if k < 2:
             model(x)  # what is to be planned is planned here: plans are not made while memory is measured
         before = device.level()
-        _, (measured,) = measured_by(ProfiledTimeline(), [step])
-        found.append(before + measured.peak)
+        timeline = ProfiledTimeline()
+        timeline.mark()
+        step()
+        moments = timeline.close()
+        assert moments is not None
+        found.append(before + moments[0].peak)
     return found
 
 
