@@ -9,7 +9,7 @@ import torch
 
 from rkgb.warn import warn_once
 from rockmate.budget import parse_budget
-from rockmate.calls.captured_calls import CapturedCalls, identity_of
+from rockmate.calls.captured_calls import CapturedCalls
 from rockmate.calls.front import Front
 from rockmate.calls.terms import Terms, is_least
 from rockmate.errors import BudgetError, BudgetWarning, InputError
@@ -52,7 +52,7 @@ def rockmate(
         check_compiler(next((x.device for x in examples if isinstance(x, torch.Tensor)), torch.device("cpu")))
     _look_for_breaks(options)
     be_heard()
-    calls = CapturedCalls(program, identity_of(program), Front("a graph", terms))
+    calls = CapturedCalls(program, Front("a graph", terms))
     return torch._dynamo.disable(calls.call)  # type: ignore[no-any-return]
 
 

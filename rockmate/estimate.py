@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,18 +132,13 @@ def estimate(
     wanted = checked_sizes(sizes, call)
     with Heeded(), Progress(progress) as report:
         known = _Sizes(_measured(model, call, options, report), report)
-        available = (
-            None
-            if limit is None
-            else limit.bytes(known.at(known.measured[0]), lambda device: rest_of([model], device).room(device))
-        )
+        available = plain = largest = None
+        if limit is not None:
+            room = limit.bytes(known.at(known.measured[0]), lambda device: rest_of([model], device).room(device))
+            plain = _largest(call.size, wanted[-1], lambda n: known.at(n).eager_peak <= room)
+            available, largest = room, _largest_planned(known, call.size, wanted[-1], room)
         found = tuple(_of_size(known, size, available) for size in wanted)
-        plain = largest = None
-        if available is not None:
-            plain = _largest(call.size, wanted[-1], lambda n: known.at(n).eager_peak <= available)
-            largest = _largest_planned(known, call.size, wanted[-1], available)
-        rough, kernels_from = known.rough(wanted[-1])
-        return Estimate(found, available, largest, plain, known.measured, rough, kernels_from)
+        return Estimate(found, available, largest, plain, known.measured, *known.rough(wanted[-1]))
 
 
 StepOfSize = captured.FittedStep | followed.FittedStep
@@ -156,32 +151,19 @@ _Point = tuple[int, Planner | Known]
 """A size, and its graph or followed step, measured."""
 
 
-class _TooLarge(Exception):
-    """The model refuses a call of this ``size``, which is larger than the sample."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-
-def _points(model: torch.nn.Module, call: Growing, step: int, options: PlanOptions, report: Report) -> list[_Point]:
-    """The sample's size and those that are larger by ``step``, measured."""
-    points: list[_Point] = []
+def _points(model: torch.nn.Module, call: Growing, step: int, options: PlanOptions, report: Report) -> Iterator[_Point]:
+    """The sample's size and those that are larger by ``step``, measured. Raises ``CannotBeCalledError`` where the model
+    does not take the next one.
+    """
     probe = Attachment.probe(model, options, progress=False)
     for k in range(MEASURED):
         size = call.size + k * step
         report(f"measure, size {size}", k / MEASURED)
         probe.families.clear()  # so that no size stands for another one
-        try:
-            probe.plan_for(call.at(size))
-        except CannotBeCalledError as error:
-            if not k:
-                raise
-            raise _TooLarge(size) from error.__cause__
-        points.append((size, probe.planned))
+        probe.plan_for(call.at(size))
+        yield size, probe.planned
         if isinstance(probe.planned, Known):  # a call that is followed is planned once
             probe = Attachment.probe(model, options, progress=False)
-    return points
 
 
 def _measured(model: torch.nn.Module, call: Growing, options: PlanOptions, report: Report) -> list[_Point]:
@@ -189,18 +171,22 @@ def _measured(model: torch.nn.Module, call: Growing, options: PlanOptions, repor
     may be too small to be like the others, and is left out then.
     """
     step = call.size  # multiples, since sizes that are halved in the model stay whole
-    while True:
+    points: list[_Point] = []
+    while len(points) < MEASURED:
+        points.clear()
         try:
-            points = _points(model, call, step, options, report)
-            break
-        except _TooLarge as error:
-            if step > 1:
-                step //= 2
-                continue
-            raise InputError(
-                f"the model takes the sample, but not one of size {error.size}: {error.__cause__}. {call.said()}. Say "
-                "with dim= what grows, or give a smaller sample: it is made larger until a fit is possible"
-            ) from error
+            for point in _points(model, call, step, options, report):
+                points.append(point)
+        except CannotBeCalledError as error:
+            if not points:
+                raise
+            if step == 1:
+                raise InputError(
+                    f"the model takes the sample, but not one of size {call.size + len(points)}: {error.__cause__}. "
+                    f"{call.said()}. Say with dim= what grows, or give a smaller sample: it is made larger until a fit "
+                    "is possible"
+                ) from error
+            step //= 2
     alike = [(size, found) for size, found in points if _alike(found, points[-1][1])]
     if len(alike) < FEWEST:
         sizes = ", ".join(str(size) for size, _ in points)

@@ -183,7 +183,6 @@ class Rockmate(torch.nn.Module):
 
     @property
     def _last(self) -> Runnable | None:
-        """The plan of the last call, ready to run."""
         return self._front.runnable
 
     @property
@@ -284,7 +283,6 @@ def _planned(self: Rockmate, *args: Any, **kwargs: Any) -> Any:
 
 
 def _twin_class(cls: type, model: type) -> type:
-    """The class of twins of models of class ``model``, and of class ``cls``."""
     known = _TWINS.setdefault(model, {})
     if cls not in known:
         call = torch.compiler.disable(
@@ -308,7 +306,6 @@ def _become(twin: Rockmate, model: torch.nn.Module, attachment: Attachment) -> N
 
 
 def _remade(cls: type, model: torch.nn.Module, terms: Terms) -> Rockmate:
-    """A twin that plans at its first call."""
     made: Rockmate = object.__new__(_twin_class(cls, type(model)))
     _become(made, model, Attachment(model, replace(terms)))
     return made

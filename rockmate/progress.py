@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from tqdm import tqdm
 
@@ -80,9 +79,7 @@ class Progress:
         self.outer, _HERE.shown = getattr(_HERE, "shown", None), self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _HERE.shown = self.outer
         if self.line is not None:
             self.line.close()

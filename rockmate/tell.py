@@ -44,24 +44,21 @@ def be_heard() -> None:
             LOG.setLevel(logging.INFO)
 
 
-_NOBODY = logging.NullHandler()
-
-
 def be_silent() -> None:
     """A command prints itself what it has found: lines of ``rockmate`` are seen only where logging is set up."""
-    LOG.addHandler(_NOBODY)
+    if not LOG.handlers:
+        LOG.addHandler(logging.NullHandler())
 
 
 def described(names: list[str], values: list[Any], training: bool | None) -> tuple[str, ...]:
     """A call in a few words: its tensors, numbers, and what else a plan depends on."""
-    found = [
-        f"{k} {_form(v)}" for k, v in zip(names, values, strict=True) if "()" not in k and not k.startswith(NUMBER)
-    ]
+    named = ((k, v) for k, v in zip(names, values, strict=True) if "()" not in k and not k.startswith(NUMBER))
+    found = [f"{k} {_form(v)}" for k, v in named]
     if training is not None:
         found.append("train" if training else "eval")
-    found += [] if (full := without_padding()) is None else ["padding none" if full else "padding some"]
-    found += (f"autocast {_short(dtype)}" for _, dtype in current_mode().autocast)
-    return tuple(found)
+    if (full := without_padding()) is not None:
+        found.append("padding none" if full else "padding some")
+    return *found, *(f"autocast {_short(dtype)}" for _, dtype in current_mode().autocast)
 
 
 def names_of(call: Call) -> list[str]:

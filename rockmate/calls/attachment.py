@@ -40,13 +40,7 @@ from rockmate.calls.surroundings import (
     witnesses,
 )
 from rockmate.calls.unguarded import is_overridden
-from rockmate.errors import (
-    BudgetWarning,
-    InfeasibleBudgetError,
-    InputError,
-    PlanError,
-    RockmateError,
-)
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, PlanError, RockmateError
 from rockmate.follow.engine import Followed
 from rockmate.follow.exposed import is_followed
 from rockmate.planning.artefact import SavedPlan
@@ -76,25 +70,8 @@ class Attachment(Handle, OwnCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; ``torch.nn.Module.__call__`` calls this."""
         model = self.model
-        within = is_recorded() or is_followed() or getattr(self.inside, "on", False)
-        if within or not torch.is_grad_enabled():
+        if self._runs_as_it_is(model):
             return model._call_impl(*args, **kwargs)
-        if is_transformed():
-            leave_plan(IN_TRANSFORMS)
-            return model._call_impl(*args, **kwargs)
-        mode = function_mode()
-        if where := f"under the TorchFunctionMode {mode}" if mode else saved_hooks():
-            leave_plan(where)
-            return model._call_impl(*args, **kwargs)
-        if self._hooks and self._begun < MOST_BEGINNINGS and any_is_gone(self._hooks):
-            self._begin_again()
-        if self._refused:
-            return model._call_impl(*args, **kwargs)
-        check_global_hooks()
-        if self._lazy:
-            self._lazy = gets_sizes(model, self.name)
-            if self._lazy:
-                return model._call_impl(*args, **kwargs)
         warn_of_saved_hooks()
         call = Call(args, kwargs)
         key = Look.current and self._kind_of(call)
@@ -105,6 +82,23 @@ class Attachment(Handle, OwnCall):
         finally:
             if key is not None:
                 self._run_before.add(key)
+
+    def _runs_as_it_is(self, model: torch.nn.Module) -> bool:
+        """Whether a call that comes now is none that is planned."""
+        if is_recorded() or is_followed() or getattr(self.inside, "on", False) or not torch.is_grad_enabled():
+            return True
+        mode = function_mode()
+        beside = f"under the TorchFunctionMode {mode}" if mode else saved_hooks()
+        if where := IN_TRANSFORMS if is_transformed() else beside:
+            leave_plan(where)
+            return True
+        if self._hooks and self._begun < MOST_BEGINNINGS and any_is_gone(self._hooks):
+            self._begin_again()
+        if self._refused:
+            return True
+        check_global_hooks()
+        self._lazy = self._lazy and gets_sizes(model, self.name)
+        return self._lazy
 
     def _run_beside(self, model: torch.nn.Module, call: Call, planned: bool) -> Any:
         """Run a call while another one may be looked at. ``planned``: there is a plan, as far as that is known."""
@@ -132,11 +126,6 @@ class Attachment(Handle, OwnCall):
             finally:
                 self.inside.planning, self.saved = False, None
 
-    @property
-    def only_plans(self) -> bool:
-        """Whether this thread plans, and runs nothing."""
-        return getattr(self.inside, "planning", False)
-
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         self.inside.on = True
@@ -161,7 +150,7 @@ class Attachment(Handle, OwnCall):
         try:
             _check_tensors(call, self.device)
         except UnsupportedError as error:
-            return self._run_unplanned(model, call, error, None)
+            return self._run_unplanned(model, call, error)
         self._begin_step(call.tensors)
         if self._followed is not None:
             return self._followed.run(model, call)
@@ -175,10 +164,10 @@ class Attachment(Handle, OwnCall):
             self.inside.ran = False  # whether the capture is over, and what it made runs
             result = self._capture.run(model, call)
         except Exception as error:
-            if self.inside.ran and not _refuses_the_graph(error):
+            refused = isinstance(error, GraphError) and not isinstance(error, MeasureError)
+            if self.inside.ran and not refused:  # something of what was captured has run
                 raise
-            self._why, self.inside.captured = _only_said(error), True
-            self._hooks = hooks_of(model)
+            why, self.inside.captured, self._hooks = reason_of(error), True, hooks_of(model)
         else:
             if not self.inside.ran and any(t.requires_grad for t in tensors_of(result)):
                 if self.only_plans:
@@ -186,19 +175,17 @@ class Attachment(Handle, OwnCall):
                 warn_once(f"{self.name} runs as it is, with no plan and no budget: {_SWITCHED_OFF}", BudgetWarning)
             return result
         if self.only_plans:
-            return self._rehearse(model, call)
-        return self._begin(partial(self._run_in_its_way, model, call))
+            return self._rehearse(model, call, why)
+        return self._begin(why, partial(self._run_in_its_way, model, call))
 
     def _kind_of(self, call: Call) -> Hashable:
         return call_key(call.leaves, call.spec), self.model.training
 
-    def _begin(self, run: Callable[[], Any]) -> Any:
+    def _begin(self, why: str, run: Callable[[], Any]) -> Any:
         """TorchDynamo captures no one graph of this call: from now on the model's own Python runs, and is followed. If
         the module itself refuses the call, all stays as it was, and such calls are captured again when one succeeds.
         """
-        before = self.reason
-        assert self._why is not None
-        self.reason = reason_of(self._why)
+        before, self.reason = self.reason, why
         if parts := compiled_parts(self.model):
             raise UnsupportedError(
                 f"{self.name} is not one graph ({self.reason}), and its submodule {parts[0]!r} was compiled, which no "
@@ -212,7 +199,7 @@ class Attachment(Handle, OwnCall):
             self._capture.clear()
             raise
         except Exception:
-            self._followed, self._why, self.reason = None, None, before
+            self._followed, self.reason = None, before
             if len(self._failing) < MOST_FAILING:
                 self._failing.add(self._kind_of(self.inside.call))
             raise
@@ -222,20 +209,19 @@ class Attachment(Handle, OwnCall):
             LOG.info("%s runs eager kernels: pieces are compiled where a call is captured", self.name)
         return result
 
-    def _rehearse(self, model: torch.nn.Module, call: Call) -> None:
+    def _rehearse(self, model: torch.nn.Module, call: Call, why: str) -> None:
         """A call is no one graph, and a plan is wanted ahead of the first step: train on the sample, and put all back.
 
         Raises ``Planned``.
         """
         if self.saved is not None:
             raise PlanError(
-                f"{self.name} is not captured as one graph ({reason_of(self._why or Exception())}), and a saved plan "
-                "is for one: give a budget"
+                f"{self.name} is not captured as one graph ({why}), and a saved plan is for one: give a budget"
             )
         self.inside.planning, self.rehearses = False, True
         try:
             with put_back(model, call.tensors):
-                self._begin(partial(self._train_on, model, call, self.terms.options.loss_memory))
+                self._begin(why, partial(self._train_on, model, call, self.terms.options.loss_memory))
         except (RockmateError, GraphError):
             raise
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -277,13 +263,13 @@ class Attachment(Handle, OwnCall):
         if self._followed is not None and self._followed.solving.asked is not None:
             self.terms.budget = self._followed.solving.asked
         self._forget()
-        self._capture, self._hooks, self.reason, self._refused = Capture(self, lambda: self.model), [], "", False
+        self._capture, self._hooks, self.reason, self._refused = Capture(self), [], "", False
         self._begun += 1
 
-    def _run_unplanned(self, model: torch.nn.Module, call: Call, error: Exception, reason: Exception | None) -> Any:
+    def _run_unplanned(self, model: torch.nn.Module, call: Call, error: Exception) -> Any:
         """No plan can be made: the model runs as it is from now on, if the terms allow that."""
         if not self.terms.least or self.only_plans:
-            raise error from reason
+            raise error from None
         self._refused = True
         unwatch_layers(model, self)
         warn(f"{self.name} cannot be planned, and runs as it is from now on, with no budget: {error}", BudgetWarning)
@@ -292,11 +278,9 @@ class Attachment(Handle, OwnCall):
     # ----------------------------------------------------------------------- what is said
 
     def described(self, names: list[str], values: list[Any]) -> tuple[str, ...]:
-        """A call in a few words."""
         model = self.model
-        if self._signature is None:
-            self._signature = inspect.signature(type(model).forward)
-        given = [p for p in self._signature.parameters.values() if p.kind in _BY_POSITION]
+        parameters = inspect.signature(type(model).forward).parameters.values()
+        given = [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
 
         def name_of(name: str) -> str:
             match = re.match(r"args\.(\d+)(.*)", name)
@@ -308,13 +292,6 @@ class Attachment(Handle, OwnCall):
             return re.sub(r"\b_(modules|parameters|buffers)\.", "", name.removeprefix("kwargs.").removeprefix("model."))
 
         return described([name_of(name) for name in names], values, model.training)
-
-
-_BY_POSITION = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
 
 
 def _check_tensors(call: Call, device: Callable[[list[torch.Tensor]], torch.device]) -> None:
@@ -331,13 +308,3 @@ def _check_tensors(call: Call, device: Callable[[list[torch.Tensor]], torch.devi
             f"an input is a {name}, whose __torch_function__ a plan would not call: give x.as_subclass(torch.Tensor), "
             "or attach the submodules that get plain tensors"
         )
-
-
-def _refuses_the_graph(error: Exception) -> bool:
-    """Whether no plan can be made for what was captured, of which nothing has run."""
-    return isinstance(error, GraphError) and not isinstance(error, MeasureError)
-
-
-def _only_said(error: Exception) -> Exception:
-    """What ``error`` says, and nothing that it holds: frames, and TorchDynamo's record of them, have tensors."""
-    return RuntimeError(str(getattr(error, "inner_exception", error)) or type(error).__name__)

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -23,11 +22,12 @@ from rockmate.calls.numbers import without_rates
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _STEPS = re.compile(rf"[LG]\['\w+'\](?:{_STEP.pattern})+")
 _HERE = os.path.join(os.path.dirname(__file__), "dynamo.py")  # whose functions call the model
+_BUFFER = re.compile(r"\._buffers\['[^']*'\]$")
 _WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
 
 
 class Captured(torch.nn.Module):
-    """``program``: a graph of TorchDynamo, whose inputs are parameters, buffers, and other tensors and numbers.
+    """``program``: a graph of TorchDynamo, without wrappers; its inputs are parameters, buffers, tensors and numbers.
 
     As a module it has the parameters and buffers under the names that they have in the model, and ``forward`` takes
     the other inputs, in order. It has them while ``holding`` is in force, so that it keeps no model alive.
@@ -37,7 +37,6 @@ class Captured(torch.nn.Module):
 
     def __init__(self, program: fx.GraphModule, arguments: Sequence[Any]) -> None:
         super().__init__()
-        without_wrappers(program)
         self.__dict__["program"] = program
         self.given: list[int] = []  # positions of the arguments of ``forward`` among the inputs
         self.names: list[str] = []  # of these, as the user would write them
@@ -46,12 +45,12 @@ class Captured(torch.nn.Module):
         self.trained: list[tuple[str, int]] = []  # parameters that need gradients, by name: positions among the inputs
         self._lock, self._holders = threading.Lock(), 0
         for k, (source, value) in enumerate(zip(captured_sources(program), arguments, strict=True)):
-            path, kind = _path(source), _kind(source, value)
-            if kind is None:
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            if not (is_parameter or (isinstance(value, torch.Tensor) and _BUFFER.search(source))):
                 self.given.append(k)
                 self.names.append(_written(source))
                 continue
-            *above, name = path
+            *above, name = _path(source)
             holder: torch.nn.Module = self
             for j, step in enumerate(above):
                 if step not in holder._modules:
@@ -59,13 +58,10 @@ class Captured(torch.nn.Module):
                     holder.add_module(step, torch.nn.Module())
                 holder = holder._modules[step]  # type: ignore[assignment]
             name = _free(holder, name)
-            if kind == "parameter":
-                holder.register_parameter(name, value)
-            else:
-                holder.register_buffer(name, value)
-            self._own.append((holder._parameters if kind == "parameter" else holder._buffers, name, k))
+            (holder.register_parameter if is_parameter else holder.register_buffer)(name, value)
+            self._own.append((holder._parameters if is_parameter else holder._buffers, name, k))
             self._at[".".join([*above, name])] = k
-            if kind == "parameter" and value.requires_grad:
+            if is_parameter and value.requires_grad:
                 self.trained.append((".".join([*above, name]), k))
         for held, name, _ in self._own:
             held[name] = None
@@ -103,15 +99,12 @@ class Captured(torch.nn.Module):
         return frozenset([name for name, k in self.trained if inputs[k].grad is None])
 
     def forward(self, *given: Any) -> Any:
-        """The outputs of the program."""
         arguments: list[Any] = [None] * (len(self._own) + len(given))
         for held, name, k in self._own:
             arguments[k] = held[name]
         for k, value in zip(self.given, given, strict=True):
             arguments[k] = value
-        program = self.__dict__["program"]
-        recorded = torch._C._get_tracing_state() is not None
-        return _Located(program).run(*arguments) if recorded else program.forward(*arguments)
+        return _run(self.__dict__["program"], arguments)
 
 
 class _Located(fx.Interpreter):
@@ -119,15 +112,20 @@ class _Located(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         tracing, module = torch._C._get_tracing_state(), module_of(n)
-        named = tracing is not None and module
-        if named:
+        if module:
             tracing.push_scope(module)
         try:
             with told(line_of_trace(n.meta.get("stack_trace") or "", _HERE)):
                 return super().run_node(n)
         finally:
-            if named:
+            if module:
                 tracing.pop_scope()
+
+
+def _run(program: fx.GraphModule, arguments: Sequence[Any]) -> Any:
+    """What ``program`` returns; what records it is told of each operation."""
+    recorded = torch._C._get_tracing_state() is not None
+    return _Located(program).run(*arguments) if recorded else program.forward(*arguments)
 
 
 def module_of(node: fx.Node) -> str:
@@ -135,27 +133,29 @@ def module_of(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return ""
-    path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", _after_root(_plain(stack[-1][0])))
+    behind_root = re.sub(r"^[LG]\['[^']*'\]", "", _plain(stack[-1][0]))
+    path = re.sub(r"\['?([^'\]]*)'?\]", r".\1", behind_root)
     return ".".join(x for x in path.replace("_modules.", "").split(".") if x)
 
 
-def _after_root(source: str) -> str:
-    return re.sub(r"^[LG]\['[^']*'\]", "", source)
+def source_of(node: fx.Node) -> str:
+    """Where an input of a captured program comes from, as TorchDynamo writes it: "L['x']"; empty if it does not say."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name)
+
+
+def kind_of_source(node: fx.Node) -> str:
+    """The class of TorchDynamo's that says where an input comes from."""
+    return type(getattr(node, "_dynamo_source", None)).__name__
 
 
 def captured_sources(program: fx.GraphModule) -> list[str]:
-    """Where each input of a captured program comes from, as TorchDynamo writes it: "L['x']"."""
-    found = []
-    for node in program.graph.find_nodes(op="placeholder"):
-        source = getattr(node, "_dynamo_source", None)
-        name = getattr(source, "name", "")
-        found.append(_plain(str(name() if callable(name) else name)) or node.name)
-    return found
+    """Where each input of a captured program comes from."""
+    return [_plain(source_of(node)) or node.name for node in program.graph.find_nodes(op="placeholder")]
 
 
-def of_derivatives(node: fx.Node) -> bool:
-    """Whether a transform of torch.func computes derivatives from here on."""
-    return getattr(node.target, "__name__", "") in ("_grad_increment_nesting", "_jvp_increment_nesting")
+def name_of(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def line_of(node: fx.Node) -> str:
@@ -173,11 +173,6 @@ def _plain(source: str) -> str:
     return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)
 
 
-def kinds_of_sources(program: fx.GraphModule) -> list[str]:
-    """The classes of TorchDynamo's that say where each input comes from."""
-    return [type(getattr(n, "_dynamo_source", None)).__name__ for n in program.graph.find_nodes(op="placeholder")]
-
-
 def _path(source: str) -> list[str]:
     """The names on the way to a parameter or buffer: from the root on, where nothing but modules is on it."""
     return _STEP.findall(source) if _STEPS.fullmatch(source) else [re.sub(r"\W+", "_", source).strip("_")]
@@ -190,15 +185,6 @@ def _free(holder: torch.nn.Module, name: str) -> str:
     return name
 
 
-def _kind(source: str, value: Any) -> str | None:
-    """Whether an input is a parameter or a buffer; None for all others."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    if isinstance(value, torch.nn.Parameter):
-        return "parameter"
-    return "buffer" if re.search(r"\._buffers\['[^']*'\]$", source) else None
-
-
 def _written(source: str) -> str:
     """``source`` without brackets: "args.0" for "L['args'][0]"."""
     return re.sub(r"\[('?)(\w+)\1\]", r".\2", re.sub(r"^[LG]\['(\w+)'\]", r"\1", source))
@@ -208,9 +194,8 @@ def without_wrappers(program: fx.GraphModule) -> None:
     """Replace what only compilers understand: checkpointed parts run as they are, since Rockmate decides what runs
     again; functions of autograd save through autograd, where Rockmate sees it.
     """
-    changed = False
     for node in program.graph.find_nodes(op="call_function", target=torch._C._autograd._get_data_attr):  # type: ignore[attr-defined]
-        node.target, changed = _data_of, True
+        node.target = _data_of
     for node in list(program.graph.nodes):
         name = str(getattr(node.target, "_name", ""))
         if name not in _WRAPPED:
@@ -230,24 +215,17 @@ def without_wrappers(program: fx.GraphModule) -> None:
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         program.graph.erase_node(node)
-        changed = True
-    if changed:
-        program.recompile()
+    program.recompile()
 
 
 def _data_of(t: torch.Tensor) -> torch.Tensor:
-    """``t.data``, which the tracer knows."""
     return t.data
 
 
-def program_identity(program: fx.GraphModule) -> Hashable:
-    """The code of a program, and what it reads that is no input."""
-    return program.code, _read_within(program)
-
-
 def _read_within(program: fx.GraphModule) -> tuple[Hashable, ...]:
+    """What a program reads that is no input."""
     read = [attrgetter(str(n.target))(program) for n in program.graph.find_nodes(op="get_attr")]
-    return tuple(program_identity(x) if isinstance(x, fx.GraphModule) else content(x) for x in read)
+    return tuple((x.code, _read_within(x)) if isinstance(x, fx.GraphModule) else content(x) for x in read)
 
 
 class Checkpointed(torch.nn.Module):
@@ -258,8 +236,7 @@ class Checkpointed(torch.nn.Module):
         self.body = body
 
     def forward(self, *arguments: Any) -> Any:
-        recorded = torch._C._get_tracing_state() is not None
-        return _Located(self.body).run(*arguments) if recorded else self.body(*arguments)
+        return _run(self.body, arguments)
 
 
 class Function(torch.nn.Module):
@@ -270,12 +247,6 @@ class Function(torch.nn.Module):
         self.parts = (forward, backward)
         self.dirty = frozenset(marks.get("dirty_idx") or ())
         self.without_gradient = frozenset(marks.get("non_differentiable_idx") or ())
-
-    @cached_property
-    def identity(self) -> Hashable:
-        """Functions with equal ones compute the same."""
-        marks = tuple(sorted(self.dirty)), tuple(sorted(self.without_gradient))
-        return tuple(program_identity(part) for part in self.parts), *marks
 
     def __repr__(self) -> str:
         """Nodes that call functions count as equal where these print alike: but for numbers that tensors are multiplied
@@ -327,16 +298,12 @@ def numpy_function(program: fx.GraphModule) -> str | None:
     """
     from torch._dynamo import utils
 
+    wrappers = utils.numpy_operator_wrapper, utils.numpy_to_tensor_wrapper, utils.numpy_method_wrapper
     for node in program.graph.nodes:
-        target: Any = node.target
-        if isinstance(target, utils.numpy_operator_wrapper):
-            name, exact = target.op.__name__, True
-        elif isinstance(target, utils.numpy_to_tensor_wrapper):
-            name, exact = target.f.__name__, target.f.__name__ in _EXACT
-        elif isinstance(target, utils.numpy_method_wrapper):
-            name, exact = target.method, target.method in _EXACT
-        else:
+        if not isinstance(node.target, wrappers):
             continue
+        name = name_of(node).removeprefix("wrapped_")
+        exact = isinstance(node.target, utils.numpy_operator_wrapper) or name in _EXACT
         example = node.meta.get("example_value")
         is_number = isinstance(example, torch.Tensor) and not example.dim()
         if not exact or (is_number and {n.target for n in node.users} != {"item"}):

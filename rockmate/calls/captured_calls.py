@@ -29,16 +29,15 @@ class Planned(Exception):
 
 
 class CapturedCalls(Calls):
-    """The calls of one graph that TorchDynamo captured."""
+    """The calls of one graph that TorchDynamo captured, and how often it was captured again."""
 
-    def __init__(self, program: fx.GraphModule, identity: Hashable, front: Front) -> None:
-        """``identity``: see ``identity_of``."""
-        super().__init__(program, identity, front)
+    def __init__(self, program: fx.GraphModule, front: Front) -> None:
+        super().__init__(program, front)
+        self.identity, self.repeated = identity_of(program), 0
         self.refused = False  # no plan can be made
         self.freely = FreeCalls(front)
 
     def call(self, *arguments: Any) -> Any:
-        """What the program returns for ``arguments``."""
         if self.refused or witnesses() != getattr(self.front.inside, "witnesses", witnesses()):
             return self.program.forward(*arguments)
         wanted = (a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad)
@@ -51,7 +50,8 @@ class CapturedCalls(Calls):
         with self.in_call(inputs):
             call = Call(tuple(inputs[k] for k in self.module.given), {})
             kind, missing = self.kind(call)
-            made = 0 if self.terms.always else self._made(missing)
+            trained = () if self.terms.always else self.module.trained
+            made = sum(inputs[k].nbytes for name, k in trained if name in missing)  # bytes of gradients
             fits = not self.terms.always and self._fits(kind, missing, made, call, arguments)
             if self.front.only_plans:
                 if fits:
@@ -94,10 +94,6 @@ class CapturedCalls(Calls):
         )
 
     # ---------------------------------------------------------------- budgets that do not bind
-
-    def _made(self, missing: frozenset[str]) -> int:
-        """Bytes of the gradients that a step makes."""
-        return sum(self.now.inputs[k].nbytes for name, k in self.module.trained if name in missing)
 
     def _fits(self, kind: Hashable, missing: frozenset[str], made: int, call: Call, arguments: tuple[Any, ...]) -> bool:
         """Whether the budget is so large that a call need not be planned, with others of its step or alone.
@@ -150,12 +146,6 @@ def _form(example: Any) -> Hashable:
     """Of a parameter or another input, what the keys of plans do not tell: those have the forms of arguments."""
     if not isinstance(example, torch.Tensor):
         return str(type(example))
-    return (
-        isinstance(example, torch.nn.Parameter),
-        example.dtype,
-        example.requires_grad,
-        str(example.device),
-        str(tuple(example.shape)),
-        str(example.stride()) if example.layout == torch.strided else "",
-        str(example.layout),
-    )
+    lies = example.stride() if example.layout == torch.strided else ""
+    told = (str(x) for x in (example.device, tuple(example.shape), lies, example.layout))
+    return isinstance(example, torch.nn.Parameter), example.dtype, example.requires_grad, *told

@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from rkgb.collector import COLLECTING_RARELY
 from rkgb.trace import respelled
-from rockmate.calls.unguarded import CAPTURING, is_captured, see_what_is_not_guarded, wrap
-
-RECOMPILE_LIMIT = 64
-"""Captures of one model, at most."""
+from rockmate.calls.unguarded import is_captured, see_what_is_not_guarded, wrap
 
 _SETTINGS = {
-    "recompile_limit": RECOMPILE_LIMIT,
-    "accumulated_recompile_limit": 8 * RECOMPILE_LIMIT,
+    "recompile_limit": 64,  # captures of one model, at most
+    "accumulated_recompile_limit": 512,
     "optimize_ddp": False,  # one graph, whose gradients come one by one, so that buckets overlap as in eager mode
     "allow_unspec_int_on_nn_module": True,  # a counter on a module is no reason to capture again
     "specialize_float": False,
@@ -41,18 +39,15 @@ def settings() -> dict[str, Any]:
     """
     config = torch._dynamo.config
     once = {f for name, f in vars(logging.Logger).items() if name.endswith("_once")}
-    found = {
-        **_SETTINGS,
-        "ignore_logging_functions": getattr(config, "ignore_logging_functions", set()) | once,
-    }
+    found = {**_SETTINGS, "ignore_logging_functions": getattr(config, "ignore_logging_functions", set()) | once}
     return {name: value for name, value in found.items() if hasattr(config, name)}
 
 
 def prepare() -> None:
     """From now on TorchDynamo captures as calls of ours need it; for all others that compile nothing changes.
 
-    Where a call of ours is captured, it has the settings of that call (``CAPTURING``). Calls that run as they were
-    captured go without: to set and reset them takes longer than the guards of many models.
+    Where a call of ours is captured, it has ``settings``. Calls that run as they were captured go without: to set and
+    reset them takes longer than the guards of many models.
     """
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_is_news)
@@ -65,7 +60,7 @@ def prepare() -> None:
 def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
     if not is_captured():
         return convert(*args)
-    with torch._dynamo.config.patch(CAPTURING.settings):
+    with COLLECTING_RARELY, torch._dynamo.config.patch(settings()):
         return convert(*args)
 
 

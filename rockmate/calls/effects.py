@@ -19,7 +19,7 @@ from torch import fx
 from rkgb.errors import UnsupportedError
 from rkgb.trace.code import is_installed, is_the_users
 from rkgb.trace.lines import named_line
-from rockmate.calls.captured import line_of
+from rockmate.calls.captured import line_of, name_of
 from rockmate.calls.structure import memory_of, writes
 
 
@@ -49,9 +49,9 @@ def check_effects() -> None:
                     f"forward changes a deque with maxlen={x.maxlen}{line}, which TorchDynamo takes for one without: "
                     "use a list, and take from its front what is too old"
                 )
-    drawing = {c for c in codes if not is_installed(c.co_filename) and draws(c)}
+    drawing = {c for c in codes if not is_installed(c.co_filename) and any(map(_DRAWS.search, c.co_names))}
     objects = _objects() if drawing else []
-    cached = (_code_within(f) for f in objects if type(f) is functools._lru_cache_wrapper)
+    cached = (getattr(f.__wrapped__, "__code__", None) for f in objects if type(f) is functools._lru_cache_wrapper)
     if (code := next((code for code in cached if code in drawing), None)) is not None:
         line = named_line(code.co_filename, code.co_firstlineno)
         raise UnsupportedError(f"a function with a cache (functools.lru_cache) at {line} draws random numbers")
@@ -86,16 +86,8 @@ def _lines_with(codes: Iterable[CodeType], names: Container[str], how: str) -> l
     return list(lines)
 
 
-def draws(code: CodeType | None) -> bool:
-    """Whether a function may draw random numbers, by the names in it."""
-    return code is not None and any(_DRAWS.search(name) for name in code.co_names)
-
-
 _DRAWS = re.compile("rand|normal|uniform|bernoulli|multinomial|dropout|sample")
-
-
-def _code_within(cached: Any) -> CodeType | None:
-    return getattr(cached.__wrapped__, "__code__", None)
+"""In the names of functions that draw random numbers."""
 
 
 def check_checkpoints(program: fx.GraphModule) -> bool:
@@ -120,10 +112,10 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
     for node in found:
         body = getattr(program, str(node.args[0].target))
         calls = [n for g in graphs_within(body) for n in g.graph.nodes if n.op in ("call_function", "call_method")]
-        names = [str(getattr(n.target, "__name__", n.target)) for n in calls]
+        names = [*map(name_of, calls)]
         own = [(t, a) for a in node.all_input_nodes if isinstance(t := a.meta.get("example_value"), torch.Tensor)]
         inputs = [t for t, _ in own if not isinstance(t, torch.nn.Parameter)]
-        if node.kwargs.get("preserve_rng_state", True) is not True and any(_DRAWS.search(name) for name in names):
+        if node.kwargs.get("preserve_rng_state", True) is not True and any(map(_DRAWS.search, names)):
             what = "with preserve_rng_state=False, so that its second run draws other numbers"
         elif effects.tensor_hooks:
             what = "where a hook is registered, as it may be once more in its second run"

@@ -79,7 +79,6 @@ class Family:
         return self.spent[number] >= 1e9 * sum(self.measured.seconds.values())
 
     def learn(self, planner: Planner, plan: Plan) -> None:
-        """``planner`` has made a plan."""
         if not planner.scaled:
             self.measured = planner
         if planner.solved_options is not None:
@@ -98,30 +97,23 @@ class Family:
         return self.shown.program_is(self.traced)
 
 
-class Families:
-    """All graphs of one model."""
-
-    def __init__(self) -> None:
-        self._of: dict[tuple[Hashable, Hashable], Family] = {}
+class Families(dict[tuple[Hashable, Hashable], Family]):
+    """All graphs of one model, by their skeletons and the settings under which they came."""
 
     def known(self) -> list[Family]:
         """The graphs that came under the settings of now, the last one first."""
         now = settings()
-        return [family for key, family in reversed(self._of.items()) if key[1] == now]
+        return [family for key, family in reversed(self.items()) if key[1] == now]
 
     def of(self, s: S_graph) -> Family | None:
         """The family of a graph, under the settings of now."""
-        return self._of.get((skeleton(s), settings()))
+        return self.get((skeleton(s), settings()))
 
     def new(self, planner: Planner, shown: Shown) -> Family:
         """A graph that was measured for ``planner``; ``shown``: see ``Family``."""
         family = Family(skeleton(planner.graphs.S), planner, planner.graphs, shown)
-        self._of[family.skeleton, settings()] = family
+        self[family.skeleton, settings()] = family
         return family
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._of.clear()
 
 
 def resized_in(known: Sequence[Family], d: D_graph | None) -> tuple[Family, S_graph] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Protocol
+from math import inf
+from typing import Any
 
 import torch
 
@@ -21,29 +23,11 @@ from rockmate.pieces.piece import Piece
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.finder import CARRIED
 from rockmate.planning.plan import Plan, line_of_call
+from rockmate.planning.planner import lacks_gradient
 from rockmate.tell import LOG, costly, described, planned_line
-from solvers import Frontier
-
-
-class PlannedGraph(Protocol):
-    """What is asked of the graph whose plan ran last: see ``rockmate.calls.calls.Calls``."""
-
-    last: Runnable | None
-
-    def frontier(self) -> Frontier:
-        """Time against memory for the last kind of call."""
-
-    @property
-    def ran(self) -> Runnable | None:
-        """The plan that ran: ``last``, or that for its share of a step's budget."""
-
-    def set_budget(self, budget: Budget) -> None:
-        """Plan the last kind of call for another budget."""
-
 
 _MANY = (2, 32, 128, 512)
 """Other sizes than the first one, or numbers, at which it is said what to do about them."""
-
 
 TIMED = 20
 """Planned steps after which one is timed."""
@@ -65,9 +49,9 @@ LONG = 1.0
 class Front:
     """What captured graphs have in common: the plans, and what is said of them.
 
-    ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: whose plan ran last. ``saved``: a plan
-    that is to be taken. ``follows``: calls are followed whose graph cannot be planned. ``timed_plan``: one, and what
-    its overhead was measured to be. ``said_checkpoints``: as in ``say_checkpoints``.
+    ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: the ``CapturedCalls`` that planned last.
+    ``saved``: a plan that is to be taken. ``follows``: calls are followed whose graph cannot be planned.
+    ``timed_plan``: one, and what its overhead was measured to be. ``said_checkpoints``: as in ``say_checkpoints``.
     """
 
     follows = False
@@ -75,7 +59,7 @@ class Front:
     def __init__(self, name: str, terms: Terms) -> None:
         self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()
         self.pieces: dict[Hashable, Piece] = {}  # by their identity: code that is compiled once
-        self.last: PlannedGraph | None = None
+        self.last: Any = None
         self.ran_freely = False  # the last call needed no plan
         self.saved: SavedPlan | None = None
         self._made = 0
@@ -96,18 +80,23 @@ class Front:
         """Say once that the model checkpoints itself. ``stay``: parts that do so still do."""
         if stay not in self.said_checkpoints:
             self.said_checkpoints.add(stay)
-            LOG.info(
-                "%s checkpoints parts of itself (torch.utils.checkpoint, gradient_checkpointing_enable()). %s",
-                *(self.name, _STAY if stay else _AS_IF_NOT),
-            )
+            said = "checkpoints parts of itself (torch.utils.checkpoint, gradient_checkpointing_enable())"
+            LOG.info("%s %s. %s", self.name, said, _STAY if stay else _AS_IF_NOT)
+
+    @property
+    def known_model(self) -> torch.nn.Module | None:
+        """The model; None when it is gone, or there is none."""
+        return None
 
     def bytes_of_missing_gradients(self) -> dict[str, int]:
-        """Bytes of the gradients of the model's parameters that are not there, by name. No model: none."""
-        return {}
+        """Bytes of the gradients of the model's parameters that are not there, by name."""
+        named = () if (model := self.known_model) is None else model.named_parameters()
+        return {name: p.nbytes for name, p in named if lacks_gradient(p)}
 
     def device(self, others: Iterable[torch.Tensor] = ()) -> torch.device:
         """Where the model lies, or the ``others`` if it has no tensors."""
-        return next((t.device for t in others), torch.device("cpu"))
+        own = () if (model := self.known_model) is None else itertools.chain(model.parameters(), model.buffers())
+        return next((t.device for t in itertools.chain(own, others)), torch.device("cpu"))
 
     @property
     def budget(self) -> int:
@@ -131,7 +120,7 @@ class Front:
     @property
     def only_plans(self) -> bool:
         """Whether this thread plans, and runs nothing."""
-        return False
+        return getattr(self.inside, "planning", False)
 
     def capture_seconds(self) -> dict[str, float]:
         """Seconds from the beginning of this thread's call until now, as the phase "capture" of the set-up;
@@ -150,21 +139,23 @@ class Front:
         """A call in a few words."""
         return described(names, values, None)
 
+    def _say(self, text: str, seconds: float = inf) -> None:
+        """Log ``text``, which is news where it took long."""
+        LOG.log(logging.INFO if seconds > LONG else logging.DEBUG, "%s: %s", self.name, text)
+
     def tell(self, runnable: Runnable, kind: tuple[Hashable, Hashable]) -> None:
         """Say that a plan was made. ``kind``: the graph, and what it is given."""
-        if runnable.planner.scaled and (runnable.plan.solver == CARRIED or not runnable.plan.recomputed):
-            seconds = runnable.plan.setup_seconds
-            LOG.log(
-                logging.INFO if sum(seconds.values()) > LONG else logging.DEBUG,
-                "%s: the plan is carried over in %.1f s to %s%s",
-                *(self.name, sum(seconds.values()), line_of_call(runnable.plan.call)),
-                f", of which its capture took {seconds['capture']:.1f} s" if "capture" in seconds else "",
-            )
+        plan = runnable.plan
+        if runnable.planner.scaled and (plan.solver == CARRIED or not plan.recomputed):
+            parts = plan.setup_seconds
+            seconds = sum(parts.values())
+            capture = f", of which its capture took {parts['capture']:.1f} s" if "capture" in parts else ""
+            self._say(f"the plan is carried over in {seconds:.1f} s to {line_of_call(plan.call)}{capture}", seconds)
         else:
             self._made += runnable.planner.saved is None
-            LOG.info("%s", planned_line(self.name, runnable.plan.call, runnable.plan, self._made, self._before))
-            self._before = runnable.plan.call
-        self._tell_others(runnable.plan.call, *kind)
+            LOG.info("%s", planned_line(self.name, plan.call, plan, self._made, self._before))
+            self._before = plan.call
+        self._tell_others(plan.call, *kind)
 
     def _tell_others(self, call: tuple[str, ...], graph: Hashable, given: Hashable) -> None:
         """Say how many other sizes and numbers have come. Another ``graph`` of the same calls is none."""
@@ -173,11 +164,10 @@ class Front:
         self._came.setdefault(call, {}).setdefault(graph, set()).add(given)
         before, self._others = self._others, sum(max(map(len, by.values())) for by in self._came.values()) - 1
         if self._others > before and self._others in _MANY:
-            LOG.info(
-                "%s: %d other sizes, or numbers that its Python has, have come so far, and the first step of each "
-                "takes longer: give a call of the largest size (sample=), pad inputs to fewer lengths, and keep "
-                "numbers that change at every step in tensors",
-                *(self.name, self._others),
+            self._say(
+                f"{self._others} other sizes, or numbers that its Python has, have come so far, and the first step of "
+                "each takes longer: give a call of the largest size (sample=), pad inputs to fewer lengths, and keep "
+                "numbers that change at every step in tensors"
             )
 
     def timed(self, plan: Plan) -> Callable[[int, int], None] | None:
@@ -190,40 +180,38 @@ class Front:
         self._steps = None
 
         def told(total: int, again: int) -> None:
-            self.timed_plan = plan, again / max(1, total - again)
-            LOG.info(
-                "%s: what runs again took %.1f %% of the rest of a step, measured after %d planned steps; %.1f %% was "
-                "predicted",
-                *(self.name, 100 * self.timed_plan[1], TIMED, 100 * plan.predicted_overhead),
+            measured = again / max(1, total - again)
+            self.timed_plan = plan, measured
+            self._say(
+                f"what runs again took {100 * measured:.1f} % of the rest of a step, measured after {TIMED} planned "
+                f"steps; {100 * plan.predicted_overhead:.1f} % was predicted"
             )
 
         return told
 
     def tell_anew(self, plan: Plan | FollowedPlan, seconds: float, why: str) -> None:
         """Say that calls which had a plan got ``plan`` in ``seconds``, and ``why``."""
-        LOG.log(
-            logging.INFO if seconds > LONG else logging.DEBUG,
-            "%s: planned again in %.1f s, for %s: predicted peak %s, budget %s, %.1f %% more time%s",
-            *(self.name, seconds, why, show_bytes(plan.predicted_peak), show_bytes(plan.budget)),
-            *(100 * plan.predicted_overhead, costly(plan.predicted_overhead)),
+        peak, budget, overhead = show_bytes(plan.predicted_peak), show_bytes(plan.budget), plan.predicted_overhead
+        self._say(
+            f"planned again in {seconds:.1f} s, for {why}: predicted peak {peak}, budget {budget}, "
+            f"{100 * overhead:.1f} % more time{costly(overhead)}",
+            seconds,
         )
 
     def tell_needs_data(self) -> None:
         """Say once that each new size is traced and run as a whole."""
         if not self._said_needs_data:
             self._said_needs_data = True
-            LOG.info(
-                "%s: what its operations make of other sizes does not show without data, so the first step of each new "
-                "size takes as long as planning one: pad inputs to fewer lengths",
-                self.name,
+            self._say(
+                "what its operations make of other sizes does not show without data, so the first step of each new "
+                "size takes as long as planning one: pad inputs to fewer lengths"
             )
 
     def tell_again(self, runnable: Runnable, new: Runnable) -> None:
         """Say that ``new`` was measured and solved for sizes that ran by the costs of others, in ``runnable``."""
         if new is not runnable:
-            LOG.info(
-                "%s: measured and planned anew in %.1f s for %s, whose steps had run nodes again for as long: %.1f %% "
-                "more time",
-                *(self.name, sum(new.plan.setup_seconds.values()), line_of_call(runnable.plan.call)),
-                100 * new.plan.predicted_overhead,
+            self._say(
+                f"measured and planned anew in {sum(new.plan.setup_seconds.values()):.1f} s for "
+                f"{line_of_call(runnable.plan.call)}, whose steps had run nodes again for as long: "
+                f"{100 * new.plan.predicted_overhead:.1f} % more time"
             )

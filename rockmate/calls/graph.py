@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from rockmate.calls.keys import call_key
 from rockmate.calls.numbers import split
 from rockmate.calls.runnable import Runnable
 from rockmate.calls.shown import Shown
-from rockmate.calls.structure import computes_unread, inputs_of_functions, may_write, structure_of
+from rockmate.calls.structure import computes_unread, inputs_of_functions, writes
 from rockmate.calls.surroundings import undisturbed
 from rockmate.pieces.program import Choices, Pieces, with_compiled_pieces
 
@@ -35,10 +35,8 @@ class CapturedGraph:
 
     module: Captured
 
-    def __init__(self, program: fx.GraphModule, identity: Hashable, front: Front) -> None:
-        """``identity``: see ``rockmate.calls.captured_calls.identity_of``."""
-        self.program, self.identity, self.front = program, identity, front
-        self.terms = front.terms
+    def __init__(self, program: fx.GraphModule, front: Front) -> None:
+        self.program, self.front, self.terms = program, front, front.terms
         self.split = split(program)
         self.tensors = self.split.program if self.split else program
         self.pieces: Pieces | None = None
@@ -47,8 +45,8 @@ class CapturedGraph:
 
     def make_ready(self, inputs: Sequence[Any]) -> None:
         """The program is a module, with pieces if it is to be compiled."""
+        without_wrappers(self.tensors)
         if self.terms.options.compile:
-            without_wrappers(self.tensors)
             start = time.perf_counter()
             with undisturbed():
                 choices = Choices(self.terms.options)
@@ -67,11 +65,9 @@ class CapturedGraph:
         finally:
             self.now.inputs = None
 
-    @contextmanager
-    def module_ready(self) -> Iterator[None]:
+    def module_ready(self) -> AbstractContextManager[None]:
         """Parameters and buffers are those of the call that this thread is in."""
-        with self.module.holding(self.now.inputs):
-            yield
+        return self.module.holding(self.now.inputs)
 
     def shown(self) -> Shown:
         """What of the call that this thread is in shows without data."""
@@ -92,7 +88,7 @@ class CapturedGraph:
         numbers = [(k, x) for x, k in zip(call.leaves, self.module.given, strict=True) if type(x) is int]
         others = [x for x in call.leaves if type(x) is not int]
         exact = tuple(x for k, x in numbers if k in self.exact)
-        return self.structure, exact, call_key(others, None, sized=False), self._shared()
+        return exact, call_key(others, None, sized=False), self._shared()
 
     def _shared(self) -> tuple[int, ...]:
         """Which inputs share memory, where the program may write into some: others may then not be read later."""
@@ -104,8 +100,8 @@ class CapturedGraph:
 
     @cached_property
     def may_write(self) -> bool:
-        """See ``may_write``."""
-        return may_write(self.tensors)
+        """Whether the program may change what it is given in place."""
+        return any(map(writes, self.tensors.graph.nodes))
 
     @cached_property
     def gives_gradients(self) -> bool:
@@ -115,18 +111,11 @@ class CapturedGraph:
 
     @cached_property
     def computes_unread(self) -> bool:
-        """See ``computes_unread``."""
         return computes_unread(self.tensors)
 
     @cached_property
     def results(self) -> Results:
-        """Sizes of what the program computes."""
         return Results(self.program)
-
-    @cached_property
-    def structure(self) -> Hashable:
-        """See ``structure_of``."""
-        return structure_of(self.tensors)
 
     @cached_property
     def exact(self) -> frozenset[int]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import weakref
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from math import inf
 from typing import Self
 
@@ -16,6 +14,7 @@ from rkgb.sample import Call
 from rkgb.warn import warn_once
 from rockmate.budget import UNLIMITED, Budget, parse_budget, show_bytes
 from rockmate.calls.capture import Capture
+from rockmate.calls.captured_calls import CapturedCalls
 from rockmate.calls.free import FreeCalls
 from rockmate.calls.front import Front
 from rockmate.calls.listed import PlannedCall, named
@@ -26,11 +25,7 @@ from rockmate.calls.roomy import RoomyCalls
 from rockmate.calls.runnable import Runnable
 from rockmate.calls.surroundings import Hooks
 from rockmate.calls.terms import Terms
-from rockmate.errors import (
-    BudgetWarning,
-    InfeasibleBudgetError,
-    InputError,
-)
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.follow.engine import Followed
 from rockmate.follow.known import Known
 from rockmate.follow.plan import FollowedPlan
@@ -38,7 +33,7 @@ from rockmate.memory import Memory, StepBytes, memory_of, step_of
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
-from rockmate.planning.planner import Planner, lacks_gradient
+from rockmate.planning.planner import Planner
 from rockmate.planning.wrappers import take_call
 from solvers import Frontier
 
@@ -47,21 +42,20 @@ class Handle(Front):
     """The plans of a model, and what can be asked of them."""
 
     follows = True
+    last: CapturedCalls | None
 
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
         super().__init__(type(model).__name__, terms)
         self._model = weakref.ref(model)
         self.before = model.__dict__.get("_compiled_call_impl")  # what model.compile() has made
-        self._capture = Capture(self, lambda: self.model)
+        self._capture = Capture(self)
         self._roomy = RoomyCalls(self)
         self._free: RememberedCall | None = None  # the last one for which the budget did not bind
         self._probe: Handle | None = None  # which knows its frontier
         self._followed: Followed | None = None  # where no plan of a captured graph will do
-        self._why: Exception | None = None  # a call cannot be captured as one graph
         self._hooks: Hooks = []  # that the model had then
         self._begun = 1  # times that one graph was tried
         self.reason = ""
-        self._signature: inspect.Signature | None = None
         self._refused = self._detached = False
         terms.steps.add(self)
         self._run_before: set[Hashable] = set()  # kinds of calls that ran while another one was looked at
@@ -72,7 +66,7 @@ class Handle(Front):
 
     def is_around(self, part: torch.nn.Module) -> bool:
         """Whether calls of the model run under a plan, and ``part`` is one of its submodules."""
-        model = None if self._detached or self._refused else self._model()
+        model = None if self._detached or self._refused else self.known_model
         return model is not None and any(m is part for m in model.modules())
 
     @property
@@ -86,10 +80,10 @@ class Handle(Front):
         """The plan of the last call, or the one that replaced it after its backward; None if none was needed so far, if
         none fits the budget, or if the call was followed and computed something new.
         """
-        self._check_place()
         if self._followed is not None:
+            self._check_place()
             return self._followed.plan
-        return self.last.ran.plan if self.last is not None and self.last.ran is not None else None
+        return None if (runnable := self.runnable) is None else runnable.plan
 
     @property
     def planned(self) -> Planner | Known:
@@ -103,9 +97,7 @@ class Handle(Front):
     @property
     def plans_made(self) -> int:
         """How many kinds of calls were planned."""
-        if self._followed is not None:
-            return len(self._followed.plans)
-        return self._made
+        return self._made if self._followed is None else len(self._followed.plans)
 
     @property
     def plans_dropped(self) -> int:
@@ -201,9 +193,8 @@ class Handle(Front):
 
     def _check_place(self) -> None:
         """Say that ``model.compile()`` has put its code in the place of the plan, which torch tells nobody."""
-        model = self._model()
-        found = None if model is None else model.__dict__.get("_compiled_call_impl")
-        if not (found is None or isinstance(found, Handle)):
+        model = self.known_model
+        if model is not None and not isinstance(model.__dict__.get("_compiled_call_impl"), Handle | None):
             warn_once(
                 f"{self.name}.compile() was called after attach, and took the place of the plan: no budget holds",
                 BudgetWarning,
@@ -217,7 +208,7 @@ class Handle(Front):
             raise InputError(f"{self.name} was detached, and its plans are gone: use rockmate.frontier(model, sample)")
         if self._followed is not None:
             return self._followed.frontier()
-        if self.last is not None and self.last.last is not None:
+        if self.last is not None:
             return self.last.frontier()
         if self._free is not None:
             with self._free.again(self.model) as call:
@@ -239,24 +230,22 @@ class Handle(Front):
         return cls(model, Terms(Budget(UNLIMITED), options, progress, always=True))
 
     def note_free_call(self) -> None:
-        """As in ``Front``."""
         self._free, self._probe = RememberedCall(self.model, self.inside.call), None
 
     def detach(self) -> None:
         """The model runs as it did before ``attach``."""
-        model = self._model()
-        if model is not None and model.__dict__.get("_compiled_call_impl") is self:
-            take_call(model)
-            if self.before is not None:
-                model._compiled_call_impl = self.before
-        if model is not None:
+        if (model := self.known_model) is not None:
+            if model.__dict__.get("_compiled_call_impl") is self:
+                take_call(model)
+                if self.before is not None:
+                    model._compiled_call_impl = self.before
             unwatch_layers(model, self)
         self._detached = True
         self._forget()
 
     def __repr__(self) -> str:
         budget = self.terms.budget
-        size = show_bytes(budget) if isinstance(budget, int) else str(budget)
+        size = show_bytes(budget) if isinstance(budget, int) else budget
         count = sum(known.plan is not None for known in self.plans)
         return f"<rockmate.attach: {self.name}, budget {size}, {count} plan{'s' * (count != 1)}>"
 
@@ -268,7 +257,7 @@ class Handle(Front):
         self._run_before.clear()
         self.terms.steps.forget(self)
         self._roomy.clear()
-        self._followed = self._why = self.last = self._free = self._probe = None
+        self._followed = self.last = self._free = self._probe = None
 
     # ------------------------------------------------------------- the device where it lies
 
@@ -280,13 +269,8 @@ class Handle(Front):
             raise InputError("the model that this plan was for is gone")
         return model
 
-    def bytes_of_missing_gradients(self) -> dict[str, int]:
-        """As in ``Front``."""
-        return {name: p.nbytes for name, p in self.model.named_parameters() if lacks_gradient(p)}
-
     @property
     def known_model(self) -> torch.nn.Module | None:
-        """The model; None when it is gone."""
         return self._model()
 
     def memory(self) -> Memory:
@@ -296,12 +280,6 @@ class Handle(Front):
     def _memory(self, step: StepBytes | None) -> Memory:
         device = self.device()
         return memory_of(self.terms.rest(device), step, device, with_margin=self.terms.is_auto)
-
-    def device(self, others: Iterable[torch.Tensor] = ()) -> torch.device:
-        """As in ``Front``."""
-        model = self._model()
-        own = () if model is None else itertools.chain(model.parameters(), model.buffers())
-        return super().device(itertools.chain(own, others))
 
     def explained(self, error: InfeasibleBudgetError, auto: bool) -> InfeasibleBudgetError:
         """``error`` with the model's name, without its frames. With the budget "auto", it says where the memory of the

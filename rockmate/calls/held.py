@@ -9,8 +9,8 @@ import functools
 import queue
 import random
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -21,17 +21,8 @@ from rkgb.trace.code import is_installed
 
 _MOST = 5000  # objects looked into
 _ONE_WAY = (collections.abc.Iterator, queue.Queue, queue.SimpleQueue)
-_SEQUENCES = (list, collections.deque, bytearray, array.array)
+_CONTAINERS = (dict, set, list, collections.deque, bytearray, array.array)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """An object as it was: ``put`` puts ``state`` back, which ``now`` reads."""
-
-    state: Any
-    now: Callable[[], Any]
-    put: Callable[[Any], Any]
 
 
 class Held:
@@ -42,37 +33,44 @@ class Held:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.one_way: list[str] = []
-        self._parts: list[_Part] = []
+        self._states: list[tuple[Any, Callable[[], Any], Callable[[Any], Any]]] = []  # with what reads and sets each
         self._seen: dict[int, Any] = {}  # keeps what it has seen, so that no other object gets its number
         self._left: collections.deque[tuple[str, Any]] = collections.deque()  # what it is called, and what it is
         classes: dict[type, None] = {}
         for name, m in model.named_modules():
             self._seen[id(m)] = m
-            own = vars(m)
-            self._keep_dict(own)
-            self._left += ((f"the attribute {name}{'.' * bool(name)}{k}", v) for k, v in own.items())
+            self._keep_container(vars(m))
+            self._left += ((f"the attribute {name}{'.' * bool(name)}{k}", v) for k, v in vars(m).items())
             classes.update(dict.fromkeys(type(m).__mro__))
         self._left += ((f"the class {c.__qualname__}", c) for c in classes)
         while self._left and len(self._seen) < _MOST:
             self._look(*self._left.popleft())
 
     def changed(self) -> bool:
-        """Whether anything is not as it was."""
-        return any(not _same(part.now(), part.state) for part in self._parts)
+        return any(not _same(now(), state) for state, now, _ in self._states)
 
     def put_back(self) -> None:
-        """Everything is as it was."""
-        for part in self._parts:
-            if not _same(part.now(), part.state):
-                part.put(part.state)
+        for state, now, put in self._states:
+            if not _same(now(), state):
+                put(state)
 
     # ------------------------------------------------------------------------- looking
 
-    def _keep(self, state: Any, now: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        self._parts.append(_Part(state, now, put))
+    def _keep(self, now: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self._states.append((now(), now, put))
 
-    def _keep_dict(self, x: dict[Any, Any]) -> None:
-        self._keep(dict(x), lambda: dict(x), lambda state: _refilled(x, state))
+    def _keep_container(self, x: Any) -> None:
+        copied = next((kind for kind in (dict, set) if isinstance(x, kind)), list)
+        self._keep(partial(copied, x), partial(_refill, x))
+
+    def _keep_numbers(self, held: Mapping[str, Any], names: Iterable[str], put: Callable[[str, Any], None]) -> None:
+        numbers = [k for k in names if type(held[k]) in (int, float)]
+
+        def put_all(state: dict[str, Any]) -> None:
+            for k, v in state.items():
+                put(k, v)
+
+        self._keep(lambda: {k: held.get(k) for k in numbers}, put_all)
 
     def _look(self, place: str, x: Any) -> None:
         if isinstance(x, (torch.Tensor, torch.nn.Module, str, bytes, int, float, type(None))) or id(x) in self._seen:
@@ -80,28 +78,26 @@ class Held:
         self._seen[id(x)] = x
         if isinstance(x, _ONE_WAY):
             self.one_way.append(place)
-        elif isinstance(x, dict):
-            self._keep_dict(x)
-            self._left += ((f"{place}[{k!r}]", v) for k, v in x.items())
-        elif isinstance(x, _SEQUENCES):
-            self._keep(list(x), lambda: list(x), lambda state: _refill(x, state))
-            self._left += ((place, v) for v in x) if isinstance(x, (list, collections.deque)) else ()
-        elif isinstance(x, set):
-            self._keep(set(x), lambda: set(x), lambda state: _refilled(x, state))
+        elif isinstance(x, _CONTAINERS):
+            self._keep_container(x)
+            if isinstance(x, dict):
+                self._left += ((f"{place}[{k!r}]", v) for k, v in x.items())
+            elif isinstance(x, (list, collections.deque)):
+                self._left += ((place, v) for v in x)
         elif isinstance(x, tuple):
             self._left += ((place, v) for v in x)
         elif isinstance(x, np.ndarray):
             if not x.dtype.hasobject and x.flags.writeable:
-                self._keep(x.copy(), lambda: x, lambda state: x.__setitem__(..., state))
+                self._keep(x.copy, partial(x.__setitem__, ...))
         elif state := _generator(x):
-            self._keep(state[0](), *state)
+            self._keep(*state)
         else:
             self._look_at_code(place, x)
 
     def _look_at_code(self, place: str, x: Any) -> None:
         if isinstance(x, functools._lru_cache_wrapper):
             if x.cache_info().currsize == 0:
-                self._keep(0, lambda: x.cache_info().currsize, lambda _: x.cache_clear())
+                self._keep(lambda: x.cache_info().currsize, lambda _: x.cache_clear())
             self._left.append((place, x.__wrapped__))
         elif isinstance(x, FunctionType):
             if not is_installed(x.__code__.co_filename) and not _foreign(x.__module__):
@@ -111,73 +107,50 @@ class Held:
         elif isinstance(x, (staticmethod, classmethod)):
             self._left.append((place, x.__func__))
         elif isinstance(x, property):
-            self._left += ((place, f) for f in (x.fget, x.fset) if f is not None)
-        elif isinstance(x, functools.partial):
+            self._left += ((place, x.fget), (place, x.fset))
+        elif isinstance(x, partial):
             self._left += ((place, v) for v in (x.func, *x.args, *x.keywords.values()))
         elif isinstance(x, type):
             if not _foreign(x.__module__):
-                self._keep_class(x)
+                self._keep_numbers(vars(x), vars(x), partial(setattr, x))
                 self._left += ((f"{place}.{k}", v) for k, v in vars(x).items() if not isinstance(v, _ONE_WAY))
         elif hasattr(x, "__dict__") and (isinstance(x, _NAMESPACES) or not _foreign(type(x).__module__)):
-            self._keep_dict(vars(x))
+            self._keep_container(vars(x))
             self._left += ((f"{place}.{k}", v) for k, v in vars(x).items())
             self._left.append((f"the class {type(x).__qualname__}", type(x)))
 
     def _look_at_function(self, x: FunctionType) -> None:
         variables, names = x.__globals__, _names(x.__code__) & x.__globals__.keys()
         self._left += ((f"the variable {k}", variables[k]) for k in sorted(names))
-        numbers = {k: variables[k] for k in names if type(variables[k]) in (int, float)}
-        self._keep(numbers, lambda: {k: variables.get(k) for k in numbers}, variables.update)
+        self._keep_numbers(variables, names, variables.__setitem__)
         for k, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             if cell != CellType():  # it holds something
-                self._keep_cell(f"the variable {k}", cell)
+                self._keep(partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
+                self._left.append((f"the variable {k}", cell.cell_contents))
         self._left += ((f"a default of {x.__qualname__}", v) for v in x.__defaults__ or ())
-
-    def _keep_cell(self, place: str, cell: CellType) -> None:
-        put = functools.partial(setattr, cell, "cell_contents")
-        self._keep(cell.cell_contents, lambda: cell.cell_contents, put)
-        self._left.append((place, cell.cell_contents))
-
-    def _keep_class(self, x: type) -> None:
-        numbers = {k: v for k, v in vars(x).items() if type(v) in (int, float)}
-
-        def put(state: dict[str, Any]) -> None:
-            for k, v in state.items():
-                setattr(x, k, v)
-
-        self._keep(numbers, lambda: {k: vars(x).get(k) for k in numbers}, put)
 
 
 def _generator(x: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     """How to read and set the state of a generator of random numbers; None if ``x`` is none."""
     if isinstance(x, torch.Generator):
-        return lambda: x.get_state().numpy().tobytes(), lambda state: x.set_state(_bytes(state))
+        return lambda: x.get_state().numpy().copy(), lambda state: x.set_state(torch.from_numpy(state))
     if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
         return x.getstate, x.setstate
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None and isinstance(x, numpy.RandomState):
-        return lambda: x.get_state(legacy=False), x.set_state
+        return partial(x.get_state, legacy=False), x.set_state
     if numpy is not None and isinstance(x, (numpy.Generator, numpy.BitGenerator)):
         bits = x if isinstance(x, numpy.BitGenerator) else x.bit_generator
-        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
     return None
 
 
-def _bytes(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
-def _refill(x: Any, state: list[Any]) -> None:
-    if isinstance(x, collections.deque):
-        x.clear()
-    else:
+def _refill(x: Any, state: Any) -> None:
+    if isinstance(x, array.array):
         del x[:]
-    x.extend(state)
-
-
-def _refilled(x: Any, state: Any) -> None:
-    x.clear()
-    x.update(state)
+    else:
+        x.clear()
+    (x.update if isinstance(x, (dict, set)) else x.extend)(state)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -187,7 +160,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return [*a] == [*b] and all(_same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return bool(np.array_equal(a, b))
     return type(a) is type(b) and isinstance(a, (int, float, str, bytes, set)) and bool(a == b)

@@ -12,23 +12,16 @@ import torch
 from rkgb.settings import settings
 from rkgb.trace.capture import current_mode
 
-PLAIN = frozenset({bool, int, float, str, type(None)})
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 """Types of arguments that a key has the value of."""
-
-
-def in_key(argument: Any) -> bool:
-    """Whether the key of a call has the value of an argument that is no tensor."""
-    if isinstance(argument, (np.ndarray, np.generic)):
-        return not argument.dtype.hasobject
-    return type(argument) in PLAIN
 
 
 def _value(x: Any) -> tuple[Hashable, ...]:
     """What distinguishes a leaf that is no tensor; of objects, only the type."""
-    if not in_key(x):
-        return ()
     if isinstance(x, (np.ndarray, np.generic)):
-        return x.dtype.str, x.shape, x.tobytes()
+        return () if x.dtype.hasobject else (x.dtype.str, x.shape, x.tobytes())
+    if type(x) not in _PLAIN:
+        return ()
     return (x, math.copysign(1, x)) if type(x) is float and not x else (x,)
 
 
@@ -45,13 +38,8 @@ def _described(x: Any, sized: bool, valued: bool) -> tuple[Hashable, ...]:
 
 def call_key(leaves: list[Any], spec: Any, sized: bool = True, valued: bool = True) -> Hashable:
     """Calls of a pure program with equal keys run the same graph; if not ``sized``, perhaps at other sizes, and if not
-    ``valued``, perhaps with other numbers and texts.
+    ``valued``, perhaps with other numbers and texts. The memory of any call depends on modes and settings of torch.
     """
-    return spec, tuple(_described(x, sized, valued) for x in leaves), in_force()
-
-
-def in_force() -> Hashable:
-    """Modes and settings of torch, on which the memory of any call depends."""
     mode = current_mode()
     cached = bool(mode.autocast) and torch.is_autocast_cache_enabled()  # whether a weight used twice is cast once
-    return mode, cached, settings()
+    return spec, tuple(_described(x, sized, valued) for x in leaves), (mode, cached, settings())

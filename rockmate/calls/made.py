@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from torch import fx
 
@@ -22,16 +23,10 @@ from rockmate.calls.graph import CapturedGraph
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import check_no_look, end_look
 from rockmate.calls.observe import Observer
-from rockmate.calls.runnable import (
-    Runnable,
-    as_before,
-    carried_runnable,
-    make_first,
-    make_runnable,
-)
+from rockmate.calls.runnable import Runnable, as_before, carried_runnable, make_first, make_runnable
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.terms import ALL_OUTPUTS, ONE_CALL
-from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.kept import KeptCosts
 from rockmate.planning.places import places_of
@@ -47,8 +42,8 @@ class PlansOfCalls(CapturedGraph):
     its backward.
     """
 
-    def __init__(self, program: fx.GraphModule, identity: Hashable, front: Front) -> None:
-        super().__init__(program, identity, front)
+    def __init__(self, program: fx.GraphModule, front: Front) -> None:
+        super().__init__(program, front)
         self.cache = front.cache
         self.last: Runnable | None = None
         self._places: dict[tuple[int, int], Runnable] = {}  # see ``_at_place``
@@ -80,8 +75,7 @@ class PlansOfCalls(CapturedGraph):
             if before is not None:
                 runnable = replace(self._first([before.planner], before.observer), family=before.family)
             elif known is not None:
-                planner, like = known
-                runnable = self._carried(planner, like)
+                runnable = self._carried(*known)
             else:
                 runnable = self._traced(call, report, saved)
             pieces = runnable.planner.pieces = "" if self.pieces is None else str(self.pieces)
@@ -95,34 +89,26 @@ class PlansOfCalls(CapturedGraph):
         return runnable
 
     def _traced(self, call: Call, report: Report, saved: SavedPlan | None) -> Runnable:
-        """Trace the call and plan for it; as at other sizes, where the graph came at other sizes."""
-        planner, family = self._traced_planner(call, report, saved)
-        like, inputs = self._latest(family), call.tensors
-        with undisturbed(), self.module_ready():
-            if like is not None:
-                graphs = planner.graphs
-                planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs, family.options)
-            planners = [as_before(planner, self.last, self.module, inputs), planner]
-        runnable = self._first(list(dict.fromkeys(planners))) if like is None else self._carried(planner, like)
-        family.learn(runnable.planner, runnable.plan)
-        return replace(runnable, family=family)
-
-    def _traced_planner(self, call: Call, report: Report, saved: SavedPlan | None) -> tuple[Planner, Family]:
-        """Trace the call: a planner for it, and the family of its graph. Costs are measured if the graph is new."""
-        families, options = self.front.families, self.terms.options
-
-        def known_of(s: S_graph) -> Known:
-            return self._known_of(s, families.of(s))
-
-        shown = self.shown()
+        """Trace the call and plan for it; as at other sizes, where the graph came at other sizes. Costs are measured if
+        the graph is new.
+        """
+        families, options, shown, inputs = self.front.families, self.terms.options, self.shown(), call.tensors
         with undisturbed(), self.module_ready():
             planner = make_planner(
-                self.module, self.traced_on(call), options, report, saved, known_of, lambda: shown.graphs
+                *(self.module, self.traced_on(call), options, report, saved),
+                known_of=lambda s: self._known_of(s, families.of(s)),
+                shown=lambda: shown.graphs,
             )
-        family = families.of(planner.graphs.S)
-        if family is None:
-            family = families.new(planner, shown)
-        return planner, family
+            graphs = planner.graphs
+            family = families.of(graphs.S) or families.new(planner, shown)
+            if like := self._latest(family):
+                planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs, family.options)
+            wider = planner if like else as_before(planner, self.last, self.module, inputs)
+        if like:
+            return self._carried(planner, like)
+        runnable = self._first(list(dict.fromkeys([wider, planner])))
+        family.learn(runnable.planner, runnable.plan)
+        return replace(runnable, family=family)
 
     def _resized_planner(self, call: Call, report: Report) -> tuple[Planner, Runnable] | None:
         """A planner for a call that runs a known graph at sizes that did not come before; and the latest plan for that
@@ -191,28 +177,32 @@ class PlansOfCalls(CapturedGraph):
         return next((v for v in self.cache.plans() if v.family is family), None)
 
     def _carried(self, planner: Planner, like: Runnable) -> Runnable:
-        """See ``carried_runnable``; if no plan fits, and the terms say so, the plan of least memory."""
-        try:
-            with self.terms.settling(planner) as budget:
-                return carried_runnable(planner, budget, like)
-        except InfeasibleBudgetError as error:
-            least = self.terms.least_instead(error, planner, self.front.name, until_seen=self._supposed(planner))
-            return carried_runnable(planner.with_auto_solver(), least, like)
+
+        def make(planners: list[Planner], budget: int) -> Runnable:
+            return carried_runnable(planners[0], budget, like)
+
+        return self._fitting([planner], make, self._supposed(planner))
 
     def _first(self, planners: list[Planner], observer: Observer | None = None) -> Runnable:
-        """The plan for the budget; if none fits, and the terms say so, the plan of least memory.
-
-        That runs for one step, too, where something is only supposed. ``observer``: of an earlier plan for such calls.
-        """
+        """The plan of the first planner that has one. ``observer``: of an earlier plan for such calls."""
         planner = planners[-1]
+        several = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
+        supposed = ALL_OUTPUTS if several else self._supposed(planner)
+        return self._fitting(planners, partial(make_first, observer=observer), supposed)
+
+    def _fitting(
+        self, planners: list[Planner], make: Callable[[list[Planner], int], Runnable], supposed: str
+    ) -> Runnable:
+        """What ``make`` makes for the budget; if no plan fits, and the terms say so, the plan of least memory.
+
+        That runs for one step, too, where something is only ``supposed``.
+        """
         try:
-            with self.terms.settling(planner) as budget:
-                return make_first(planners, budget, observer)
+            with self.terms.settling(planners[-1]) as budget:
+                return make(planners, budget)
         except InfeasibleBudgetError as error:
-            several = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
-            supposed = ALL_OUTPUTS if several else self._supposed(planner)
-            least = self.terms.least_instead(error, planner, self.front.name, until_seen=supposed)
-            return make_runnable(planner.with_auto_solver(), least, observer)
+            least = self.terms.least_instead(error, planners[-1], self.front.name, until_seen=supposed)
+            return make([planners[-1].with_auto_solver()], least)
 
     def _supposed(self, planner: Planner) -> str:
         """What a step may show of calls under a share of the step, in words; nothing if it is known."""
@@ -221,11 +211,9 @@ class PlansOfCalls(CapturedGraph):
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""
-        if self.last is None:
-            self.terms.budget = budget
-            return
         with TRACING:  # no other thread plans for the old one meanwhile
             last = self.last
+            assert last is not None
             planner = last.wanted  # whose least budget was stated
             size = self.terms.bytes_of(budget, planner)
             if size == last.plan.budget == self.terms.budget:
@@ -239,9 +227,7 @@ class PlansOfCalls(CapturedGraph):
             self.front.tell_anew(runnable.plan, time.perf_counter() - began, ANOTHER_BUDGET)
 
     def frontier(self) -> Frontier:
-        """Time against memory for the last kind of call."""
-        if self.last is None:
-            raise InputError("a copy plans at its first call: call it before you ask for its frontier")
+        assert self.last is not None
         with Heeded(), self._progress_of(planner := self.last.wanted):
             return planner.frontier()
 

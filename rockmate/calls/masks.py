@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rkgb.sample import Call
+from rockmate.calls.captured import source_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -44,9 +45,8 @@ def left_out_as_eager(full: bool | None, values: bool) -> Iterator[None]:
     that they may, without a look at these, and the tensors are marked that say so.
     """
     library: Any = sys.modules.get("transformers.masking_utils")
-    asked = [name for name in _ASKED if values or name not in _OF_VALUES]
-    there: dict[str, Callable[..., Any]] = {name: getattr(library, name) for name in asked if hasattr(library, name)}
-    found = {name: f for name, f in there.items() if f is not _ASKED[name]}
+    asked = {name: f for name, f in _ASKED.items() if values or name not in _OF_VALUES}
+    found = {name: there for name, f in asked.items() if (there := getattr(library, name, f)) is not f}
     if found:
         _original.update(found)
         torch.compiler.allow_in_graph(_mark)
@@ -134,23 +134,14 @@ def are_known(program: fx.GraphModule) -> bool:
 def _is_known(node: fx.Node, kind: str) -> bool:
     """Whether it goes up by one along its last dimension, whatever the sizes are, or is an argument that was read."""
     while node.target in _SHAPED or node.target in (_ADDED if kind == _COUNTED else _SHAPED_ANYHOW):
-        if not all(_is_tensor(x) == (k == 0) for k, x in enumerate(node.args)):
+        examples = (getattr(x, "meta", {}).get("example_value") for x in node.args)
+        if [k for k, x in enumerate(examples) if isinstance(x, torch.Tensor)] != [0]:
             return False
         node = node.all_input_nodes[0]
     if kind == _COUNTED:
         step = node.kwargs.get("step", node.args[2] if len(node.args) > 2 else 1)
         return bool(node.target is torch.arange and step == 1)
-    return bool(_ARGUMENT.fullmatch(_name_of(node)))
-
-
-def _is_tensor(argument: Any) -> bool:
-    return isinstance(getattr(argument, "meta", {}).get("example_value"), torch.Tensor)
-
-
-def _name_of(node: fx.Node) -> str:
-    """As TorchDynamo calls an input of the graph."""
-    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
-    return str(name() if callable(name) else name)
+    return bool(_ARGUMENT.fullmatch(source_of(node)))
 
 
 _ARGUMENT = re.compile(rf"L\['kwargs'\]\['\w*{_MASK}'\]")

@@ -7,6 +7,7 @@ tensors are multiplied by, or added to, become tensors without dimensions: other
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +53,6 @@ class Split:
         return [*(arguments[k] for k in self.kept), *made], found
 
     def joined(self, results: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
-        """The outputs of the whole."""
         return tuple((results if of_program else numbers)[k] for of_program, k in self.outputs)
 
 
@@ -61,28 +61,21 @@ def split(whole: fx.GraphModule) -> Split | None:
     numbers = _numbers(whole)
     if not numbers:
         return None
-    output = next(iter(whole.graph.find_nodes(op="output")))
-    returned = list(output.args[0])
-    uses: dict[NumberUse, int] = {}
-    for node in whole.graph.nodes:
-        if node not in numbers and node.op != "output":
-            for use in _uses(node, numbers):
-                uses.setdefault(use, len(uses))
+    returned: list[Any] = [*whole.graph.output_node().args[0]]  # type: ignore[misc]
+    others = (node for node in whole.graph.nodes if node not in numbers and node.op != "output")
+    read = ((user, n) for user in others for n in user.all_input_nodes if n in numbers)
+    uses = list(dict.fromkeys((n, type_beside(user, n)) for user, n in read))
     wanted = list(dict.fromkeys([*(n for n, _ in uses), *(n for n in returned if n in numbers)]))
-    kept = [
-        (k, node)
-        for k, node in enumerate(whole.graph.find_nodes(op="placeholder"))
-        if node not in numbers and not (node.users and all(user in numbers for user in node.users))
-    ]
+    inputs = enumerate(whole.graph.find_nodes(op="placeholder"))
+    kept = {k: n for k, n in inputs if not (n in numbers or (n.users and all(user in numbers for user in n.users)))}
     results = [n for n in returned if n not in numbers]
-    places = {n: k for k, n in enumerate(wanted)}
-    at = iter(range(len(results)))
+    at = itertools.count()
     return Split(
-        _program(whole, numbers, [node for _, node in kept], uses, results),
+        _program(whole, numbers, list(kept.values()), uses, results),
         _prologue(whole, numbers, wanted),
-        tuple(k for k, _ in kept),
-        tuple((places[n], dtype) for n, dtype in uses),
-        tuple((False, places[n]) if n in numbers else (True, next(at)) for n in returned),
+        tuple(kept),
+        tuple((wanted.index(n), dtype) for n, dtype in uses),
+        tuple((False, wanted.index(n)) if n in numbers else (True, next(at)) for n in returned),
     )
 
 
@@ -102,33 +95,28 @@ def without_rates(program: fx.GraphModule) -> list[str]:
     return [line(n) for n in program.graph.nodes]
 
 
-def _numbers(whole: fx.GraphModule) -> dict[fx.Node, None]:
+def _numbers(whole: fx.GraphModule) -> set[fx.Node]:
     """Nodes that are numbers and follow from numbers alone; ``item`` reads a number that was given as a tensor.
 
     A tensor with other uses may be written before it is read: such a number is none of these.
     """
-    found: dict[fx.Node, None] = {}
+    found: set[fx.Node] = set()
     for node in whole.graph.nodes:
         read = node.all_input_nodes
         if is_number(node):
-            given = node.target == "item" and all(map(_is_only_read, read))
+            given = node.op == "placeholder" or (node.target == "item" and all(map(_is_only_read, read)))
         elif node.target is torch.scalar_tensor and all(user.op == "output" for user in node.users):
             given = False  # a number of the module's Python is handed back as a tensor
         else:
             continue
-        if node.op == "placeholder" or given or (node.op[:4] == "call" and read and all(n in found for n in read)):
-            found[node] = None
+        if given or (node.op[:4] == "call" and read and found.issuperset(read)):
+            found.add(node)
     return found
 
 
 def _is_only_read(node: fx.Node) -> bool:
     """Whether a node is an input of which nothing but ``item`` is taken."""
     return node.op == "placeholder" and all(user.target == "item" for user in node.users)
-
-
-def _uses(node: fx.Node, numbers: dict[fx.Node, None]) -> list[NumberUse]:
-    """The numbers that a node of the program of tensors reads."""
-    return [(n, type_beside(node, n)) for n in node.all_input_nodes if n in numbers]
 
 
 def type_beside(node: fx.Node, number: fx.Node) -> torch.dtype | None:
@@ -143,9 +131,8 @@ def type_beside(node: fx.Node, number: fx.Node) -> torch.dtype | None:
     if node.args[0] is number and node.target not in _EITHER_WAY:
         return None
     tensor = beside[0].meta.get("example_value") if isinstance(beside[0], fx.Node) else None
-    if not isinstance(tensor, torch.Tensor) or not isinstance(
-        number.meta["example_value"], (torch.SymInt, torch.SymFloat)
-    ):
+    varies = isinstance(number.meta["example_value"], (torch.SymInt, torch.SymFloat))
+    if not varies or not isinstance(tensor, torch.Tensor):
         return None
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor.dtype
@@ -153,11 +140,7 @@ def type_beside(node: fx.Node, number: fx.Node) -> torch.dtype | None:
 
 
 def _program(
-    whole: fx.GraphModule,
-    numbers: dict[fx.Node, None],
-    kept: list[fx.Node],
-    uses: dict[NumberUse, int],
-    results: list[Any],
+    whole: fx.GraphModule, numbers: set[fx.Node], kept: list[fx.Node], uses: list[NumberUse], results: list[Any]
 ) -> fx.GraphModule:
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
@@ -165,7 +148,7 @@ def _program(
         known[node] = graph.node_copy(node, known.__getitem__)
         if hasattr(node, "_dynamo_source"):
             known[node]._dynamo_source = node._dynamo_source
-    inputs = {use: graph.placeholder(f"{NUMBER}{k}") for use, k in uses.items()}
+    inputs = {use: graph.placeholder(f"{NUMBER}{k}") for k, use in enumerate(uses)}
     for (n, dtype), node in inputs.items():
         if dtype is None:
             node.meta["example_value"] = n.meta["example_value"]
@@ -177,19 +160,14 @@ def _program(
             return inputs[n, type_beside(node, n)] if n in numbers else known[n]
 
         known[node] = copied = graph.node_copy(node, put)
-        copied.args = _number_last(copied, node, numbers)
+        first = node.args[0] if node.args else None
+        if isinstance(first, fx.Node) and first in numbers and type_beside(node, first) is not None:
+            copied.args = tuple(reversed(copied.args))  # as Python hands them on
     graph.output(tuple(known[n] if isinstance(n, fx.Node) else n for n in results))
     return fx.GraphModule(whole, graph)
 
 
-def _number_last(copied: fx.Node, node: fx.Node, numbers: dict[fx.Node, None]) -> tuple[Any, ...]:
-    """The arguments of ``copied`` in the order in which Python hands those of ``node`` on."""
-    first = node.args[0] if node.args else None
-    turned = isinstance(first, fx.Node) and first in numbers and type_beside(node, first) is not None
-    return tuple(reversed(copied.args)) if turned else copied.args
-
-
-def _prologue(whole: fx.GraphModule, numbers: dict[fx.Node, None], wanted: list[fx.Node]) -> fx.GraphModule:
+def _prologue(whole: fx.GraphModule, numbers: set[fx.Node], wanted: list[fx.Node]) -> fx.GraphModule:
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for node in whole.graph.nodes:

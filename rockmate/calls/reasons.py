@@ -20,6 +20,8 @@ _DRAW = "draw from torch's generators (torch.rand(())), or outside of forward"
 
 _STAY = "leave it there: such a step is planned, and one that takes the derivative outside of forward is not"
 
+_READ_LATER = "compute with the tensor, or return it and read it behind the step"
+
 _INSTEAD = (
     ("SymNodeVariable() is not a constant", "decide with a number that changes by an if, and give a constant there"),
     ("Data-dependent branching", "compute both ways and choose with torch.where, or decide outside of forward"),
@@ -37,16 +39,10 @@ _INSTEAD = (
     ("torch.autograd.grad", _STAY),
     ("hooks of saved tensors are disabled", _MOVE),
     ("a tensor is given other memory", _MOVE),
-    ("Tensor.tolist()", "compute with the tensor, or return it and read it behind the step"),
+    ("Tensor.tolist()", _READ_LATER),
     ("catches the error for a key or an attribute", "ask first (in, hasattr, getattr with a default)"),
-    (
-        "is a number that Python reads from a tensor",
-        "compute with the tensor, or return it and read it behind the step",
-    ),
-    (
-        "a number that an operation takes is read from a tensor",
-        "give the number itself, or index by a tensor of indices",
-    ),
+    ("is a number that Python reads from a tensor", _READ_LATER),
+    ("that an operation takes is read from a tensor", "give the number itself, or index by a tensor of indices"),
     ("is given a number that changes", "give it a tensor with that number"),
     ("depend on values", "keep all rows and mask them, so that sizes are the same"),
     (_BY_VALUES, "compute with the tensor (torch.where, a mask in the place of chosen rows)"),

@@ -80,29 +80,22 @@ def carried_runnable(planner: Planner, budget: int, like: Runnable) -> Runnable:
 
     Where keeping everything fits, that is the plan.
     """
+    assert like.family is not None
     plan = None
-    if planner.eager_peak > budget and like.family is not None:
+    if planner.eager_peak > budget:
         plan = planner.carried_plan(budget, (like.plan.schedule, *like.family.schedules))
-    if plan is None:
-        plan = planner.plan(budget)
-    if like.family is not None:
-        like.family.learn(planner, plan)
+    plan = plan or planner.plan(budget)
+    like.family.learn(planner, plan)
     observer = None
     if like.observer is not None:
         observer = Observer(plan.graph, planner.options.loss_memory is None)
         observer.as_seen_by(like.observer, planner.room)
-    return dataclasses.replace(
-        like,
-        planner=planner,
-        plan=plan,
-        program=program_of(plan),
-        observer=observer,
-    )
+    return dataclasses.replace(like, planner=planner, plan=plan, program=program_of(plan), observer=observer)
 
 
 def solved_again(runnable: Runnable, known: Known, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Runnable:
     """``runnable``, whose costs were scaled, measured and solved for its own sizes. ``known``: costs, if any are."""
-    family, budget = runnable.family, runnable.plan.budget
+    budget = runnable.plan.budget
     try:
         planner = runnable.planner.measured_anew(model, inputs, known)
     except MeasureError:  # the caller measures this very call: at the next one
@@ -114,8 +107,8 @@ def solved_again(runnable: Runnable, known: Known, model: torch.nn.Module, input
     if not plans:  # the bounds that were scaled do not hold
         return dataclasses.replace(runnable, planner=dataclasses.replace(runnable.planner, scaled=False))
     plan = min(plans, key=lambda p: p.rerun_time)
-    if family is not None:
-        family.learn(planner, plan)
+    assert runnable.family is not None
+    runnable.family.learn(planner, plan)
     return dataclasses.replace(runnable, planner=planner, plan=plan, program=program_of(plan))
 
 
@@ -186,7 +179,6 @@ class PlanCache:
         return [v for _, _, v in self._entries]
 
     def clear(self) -> None:
-        """Plans are made again when they are needed."""
         with self._lock:
             self._entries = self._before = ()
 
@@ -207,9 +199,7 @@ class PlanCache:
             )
 
     def used(self, runnable: Runnable) -> None:
-        """``runnable`` becomes the last one used."""
-        first = self._entries[:1]
-        if first and first[0][2] is not runnable:
+        if self._entries and self._entries[0][2] is not runnable:
             with self._lock:
                 self._entries = tuple(sorted(self._entries, key=lambda entry: entry[2] is not runnable))
 
@@ -227,10 +217,7 @@ class PlanCache:
 
     def for_another_budget(self, key: Hashable, missing: frozenset[str]) -> Runnable | None:
         """What was planned for such calls, and observed of them, when the budget was another one."""
-        before = self._before
-        found = [entry for entry in before if entry[1] == missing and entry[0] == key]
-        if not found:
-            return None
+        found = [v for known, planned, v in self._before if planned == missing and known == key]
         with self._lock:
-            self._before = tuple(entry for entry in self._before if all(entry is not x for x in found))
-        return found[0][2]
+            self._before = tuple(entry for entry in self._before if entry[2] not in found)
+        return found[0] if found else None

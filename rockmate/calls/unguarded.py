@@ -24,9 +24,7 @@ from solvers.interrupts import check
 
 CAPTURING = threading.local()
 """``name``: of the model whose call this thread captures, or runs as it was captured. ``noted``: by that capture.
-``settings``: TorchDynamo's, for it. ``tracked``: lists of the tensors without memory that it computes with, by their
-identity. ``captured``: whether this thread has captured, or tried to;
-``code``: what it has captured last.
+``tracked``: lists of the tensors without memory that it computes with, by their identity.
 """
 
 
@@ -55,7 +53,7 @@ class Noted:
 
     def note_model(self, model: torch.nn.Module) -> None:
         """A call of ``model`` was captured."""
-        self._note_classes(classes_of(model))
+        self._note_classes(c for m in model.modules() for c in type(m).__mro__ if c is not object)
         if self.environment is None:
             self.environment = dict(_environment())
 
@@ -80,7 +78,8 @@ class Noted:
 
 def _shape(kind: type, users: bool) -> Any:
     """What a class has: methods, names if it is the user's, what it inherits from."""
-    return kind.__mro__, [*vars(kind)] if users else None, _methods(kind)
+    methods = [v for v in vars(kind).values() if isinstance(v, _METHODS)]
+    return kind.__mro__, [*vars(kind)] if users else None, methods
 
 
 def _environment() -> dict[Any, Any]:
@@ -108,15 +107,6 @@ def is_overridden(t: torch.Tensor) -> bool:
 def is_captured() -> bool:
     """Whether this thread captures a call of an attached model."""
     return getattr(CAPTURING, "name", None) is not None
-
-
-def classes_of(model: torch.nn.Module) -> list[type]:
-    """The classes of the model's modules, and those that they inherit from."""
-    return list(dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object))
-
-
-def _methods(kind: type) -> list[Any]:
-    return [v for v in kind.__dict__.values() if isinstance(v, _METHODS)]
 
 
 _METHODS = (FunctionType, property, staticmethod, classmethod)
@@ -193,7 +183,8 @@ def _noting(build: Callable[..., Any], builder: Any, value: Any) -> Any:
 
 
 def _as_eager(call: Callable[..., Any], function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    if function.value in _questions() and is_captured():
+    asked = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._dynamo.external_utils.is_compiling
+    if is_captured() and any(function.value is question for question in asked):
         asks = translator.parent if translator.f_code.co_name == _ASKED_FOR_MODELS else translator
         if is_the_users(asks.f_code.co_filename) or _MODELS in asks.f_code.co_filename:
             return torch._dynamo.variables.ConstantVariable.create(False)
@@ -246,13 +237,6 @@ def _to_ones(
     if is_captured() and (digits or kwargs) and isinstance(getattr(number, "sym_num", None), torch.SymInt):
         raise torch._dynamo.exc.Unsupported("a whole number that changes is rounded to tens")
     return round_(function, translator, number, *digits, **kwargs)
-
-
-@functools.cache
-def _questions() -> frozenset[Callable[[], bool]]:
-    """Torch's functions that say whether it compiles."""
-    external: Any = torch._dynamo.external_utils
-    return frozenset((torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, external.is_compiling))
 
 
 def _compared(compare: Callable[..., Any], same: bool, translator: Any, pair: list[Any], more: Any) -> Any:
