@@ -57,9 +57,11 @@ class Steps:
         self._ways: dict[tuple[Hashable, bool], Ways] = {}  # by kinds, and whether the gradients are there
         self._here = threading.local()
         self._said: set[str] = set()
-        self._exceeded = 0  # the largest budget that the calls of a step did not fit, which was said
         self._users: list[weakref.ref[User]] = []
         self._last: Form | None = None
+        self._trained: dict[
+            tuple[Hashable, ...], None
+        ] = {}  # kinds of calls of the last different steps with a backward
         self.unknown = True  # no step had a backward yet, or of the last one's calls only bounds are known
 
     def __reduce__(self) -> Any:
@@ -142,7 +144,8 @@ class Steps:
             if way is not None and not turns and step.is_to_be_measured and Look.possible():
                 WholeStep(step, turns, ways.device, name, self._say)
         if way is None and isinstance(budget, int) and self.waiting():
-            way = self._left(ways, budget, name, terms, step and step.problem)
+            beside, problem = (0, None) if step is None else (step.beside, step.problem)
+            way = self._left(ways, budget - beside, name, problem)
         turn = Turn(key, ways, way or ways.alone, name)
         turns.append(turn)
         return turn
@@ -198,10 +201,12 @@ class Steps:
                 eager = self._eager[step.form] + step.beside
                 problem = InfeasibleBudgetError(_infeasible(name, step.form, ways, budget, least, eager), least)
                 step.chosen = least_of([w.within(left, tight=True) for w in ways], phases)
+                if not terms.least and not self._may_be_another(step.form):
+                    raise problem from None
             step.budget, step.ways, step.fixed = left, ways, len(taken)
             step.problem = None if terms.least else problem
             if step.problem is not None:
-                return None  # the calls that fit run, as fewer may come this time: see ``_left``
+                return None  # the calls that fit run: see ``_left``
             if problem is not None:
                 self._say(f"{problem} The plans of least memory run instead.")
             peak = max(level(phase, step.chosen) for phase in phases) + step.beside
@@ -213,11 +218,16 @@ class Steps:
                 )
         return step.chosen[len(taken)]
 
-    def _left(self, ways: Ways, budget: int, name: str, terms: Terms, problem: InfeasibleBudgetError | None) -> Way:
+    def _may_be_another(self, form: Form) -> bool:
+        """Whether steps that begin with the same call have come that are not of this ``form``, or this one came in a
+        validation without ``torch.no_grad``: some of its calls had no backward.
+        """
+        return not form.is_whole or any(keys[0] == form.keys[0] and keys != form.keys for keys in self._trained)
+
+    def _left(self, ways: Ways, budget: int, name: str, problem: InfeasibleBudgetError | None) -> Way:
         """The fastest way in what those that wait leave of the budget; if there is none, that of least memory.
 
-        Raises ``InfeasibleBudgetError``, the ``problem`` of the step that is expected if there is one, where that has
-        been said of a step before and the terms do not want the least.
+        Raises the ``problem`` of the step that is expected instead, if there is one.
         """
         waiting = self.waiting()
         held = sum(turn.way.kept_in_forwards for turn in waiting)
@@ -230,15 +240,14 @@ class Steps:
                 return min(fitting, key=lambda way: way.time)
         least = min(choices, key=peak_of)
         names = " and ".join(sorted({name, *(turn.name for turn in waiting)}))
-        said = (
+        if problem is not None:
+            raise problem
+        self._say(
             f"{names} {'were' if ' and ' in names else 'was'} called {len(waiting) + 1} times before a backward. What "
             f"the calls keep adds up, here to {show_bytes(held + peak_of(least))}, and the budget of "
             f"{show_bytes(budget)} is for the whole step. "
+            f"The calls of later steps like this one are planned together. {_WITHOUT}"
         )
-        exceeded, self._exceeded = self._exceeded, max(self._exceeded, budget)
-        if exceeded >= budget and not terms.least:
-            raise problem or InfeasibleBudgetError(f"{said}{_WITHOUT}", held + peak_of(least))
-        self._say(f"{said}The calls of later steps like this one are planned together. {_WITHOUT}")
         return least
 
     def _say(self, message: str) -> None:
@@ -257,20 +266,24 @@ class Steps:
         self.unknown = self.unknown and not any(turn.began for turn in turns)
         form = form_of(turns)
         before, self._last = self._last, form
+        if any(turn.began for turn in turns):
+            self._trained.pop(form.keys, None)
+            self._trained[form.keys] = None
+            if len(self._trained) > MOST_STEPS:
+                self._trained.pop(next(iter(self._trained)))
         known = {key for key, _ in self._ways}
         if len(turns) < 2 or any(turn.key not in known for turn in turns):
             return
         if all(not waiting for _, _, waiting in form.phases):
             return  # one after another
-        if not all(turn.began for turn in turns) and form != before:
-            return  # forwards without a backward, as in a validation, are of a step if they come again at once
         ways = self._ways_of(form)
         phases = phases_of(form, ways)
         self._eager[form] = max(level(phase, [w.eager for w in ways]) for phase in phases)
         self.unknown = any(w.rough for w in ways)
-        if not self.unknown:
+        if not self.unknown and (form.is_whole or form == before):  # a validation without torch.no_grad comes once
             beside = {known: step.beside for known, step in self._known.items()}
-            terms.settle_step(max(eager + beside.get(known, 0) for known, eager in self._eager.items()))
+            counted = (f for f in self._eager if f.is_whole or f == form)
+            terms.settle_step(max(self._eager[f] + beside.get(f, 0) for f in counted))
         peak = max(level(phase, [turn.way for turn in turns]) for phase in phases)
         binds = isinstance(terms.budget, int) and (peak > terms.budget or any(turn.way.time for turn in turns))
         if binds and form not in self._known:

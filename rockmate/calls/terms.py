@@ -67,10 +67,10 @@ class Terms:
         """
         if not isinstance(self.budget, int):
             return before
-        return self.budget if self._asked.share is not None else min(self.budget, before)
+        return self.budget if self.asked.share is not None else min(self.budget, before)
 
     @property
-    def _asked(self) -> Budget:
+    def asked(self) -> Budget:
         """The budget as it was given; an empty one where that was bytes."""
         return self.budget if isinstance(self.budget, Budget) else self.settled[0] if self.settled else Budget()
 
@@ -81,7 +81,7 @@ class Terms:
 
     def settle_step(self, peak: int) -> None:
         """A step takes ``peak`` bytes if nothing runs again: a share is one of that."""
-        asked = self._asked
+        asked = self.asked
         if asked.share is not None and isinstance(self.budget, int):
             self.settled, self.budget = (asked, peak), int(peak * asked.share)
 
@@ -93,7 +93,7 @@ class Terms:
     @property
     def supposes_one_call(self) -> bool:
         """Whether the budget is a share of a step that is not known yet: of one call, though others may follow."""
-        return self._asked.share is not None and self.steps.unknown
+        return self.asked.share is not None and self.steps.unknown
 
     def least_instead(self, error: InfeasibleBudgetError, planner: Planner, name: str, *, until_seen: str = "") -> int:
         """The bytes of the plan of least memory, with a warning, if that one is to run where no plan of ``planner``

@@ -35,6 +35,11 @@ class Form:
     owners: tuple[int, ...]
     phases: tuple[tuple[int, bool, tuple[int, ...]], ...]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each call had its backward."""
+        return sum(backward for _, backward, _ in self.phases) == len(self.keys)
+
     def earlier(self, call: int) -> list[int]:
         """The owners of the calls whose backward comes before that of ``call``."""
         order = [k for k, backward, _ in self.phases if backward]

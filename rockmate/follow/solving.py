@@ -34,8 +34,8 @@ class Solving:
         if isinstance(terms.budget, Budget):
             self.asked, terms.settled = terms.budget, (terms.budget, known.eager_peak)
             terms.budget = terms.bytes_of(terms.budget, known)
-        elif self.asked is not None and self.asked.share is not None:
-            terms.budget = max(terms.budget, terms.bytes_of(self.asked, known))
+        elif terms.asked.share is not None:
+            terms.budget = max(terms.budget, terms.bytes_of(terms.asked, known))
         return terms.budget
 
     def solve(self, known: Known) -> None:

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 import torch
 
-from rkgb.cost.saved import each_saved
 from rkgb.randomness import drawing_again
 from rkgb.settings import settings
 from rkgb.storages import storage_key
-from rkgb.trace.preserved import drop_saved
+from rkgb.trace.preserved import drop_saved, each_saved
 from rockmate.calls.surroundings import ANOTHER, running_in, warn_unplanned
 from rockmate.errors import GoneError
 from rockmate.run.program import NodeCode, Program
