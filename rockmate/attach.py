@@ -136,6 +136,9 @@ def _checked_list(models: object, sample: Sample | None) -> list[torch.nn.Module
         raise InputError("give a module, or a list of modules that run in one step")
     if not models:
         raise InputError("the list of modules is empty: give the modules that run in one step")
+    for k, one in enumerate(models):
+        if not isinstance(one, torch.nn.Module):
+            raise InputError(f"number {k} of the list is of type {type(one).__name__}: give torch.nn.Modules")
     if sample is not None:
         raise InputError("sample= is for one module: the calls of several are planned when they come")
     return list(models)

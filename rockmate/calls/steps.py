@@ -213,8 +213,8 @@ class Steps:
             if not taken and peak != step.peak:
                 step.peak, step.asked = peak, budget
                 LOG.info(
-                    "%s: %d calls of a step are planned together: predicted peak %s, budget %s, %.0f us run again",
-                    *(name, len(ways), show_bytes(peak), show_bytes(budget), sum(w.time for w in step.chosen) / 1e3),
+                    "%s: %d calls of a step are planned together: predicted peak %s, budget %s, %.2f ms run again",
+                    *(name, len(ways), show_bytes(peak), show_bytes(budget), sum(w.time for w in step.chosen) / 1e6),
                 )
         return step.chosen[len(taken)]
 

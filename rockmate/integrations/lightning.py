@@ -37,6 +37,11 @@ class RockmateCallback(Callback):  # type: ignore[misc,unused-ignore]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the part."""
+        if not isinstance(self.part, str):
+            raise InputError(
+                f"part={self.part!r} is no name: give the one module that training_step calls. Where it calls several, "
+                "call them in the forward of one, or rockmate.attach([image, text], budget) in configure_model"
+            )
         try:
             model = pl_module.get_submodule(self.part)
         except AttributeError as error:
@@ -59,7 +64,7 @@ class RockmateCallback(Callback):  # type: ignore[misc,unused-ignore]
             what = f"{name}.{self.part}" if self.part else name
             raise InputError(
                 f"training_step did not call {what} itself, so that no plan is made for it: name what it calls, as in "
-                'RockmateCallback(budget, part="net")'
+                'RockmateCallback(budget, part="net"), or move what it computes into forward, and call self(...)'
             )
         pl_module.log_dict(self.meter.figures())
 

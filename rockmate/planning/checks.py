@@ -43,7 +43,7 @@ def checked_type(model: object) -> None:
     """Raise ``InputError`` for anything but a module."""
     if not isinstance(model, torch.nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise InputError(f"the model is {given}, not a torch.nn.Module")
+        raise InputError(f"the model is {given}, not a torch.nn.Module: the module comes first, then the rest")
 
 
 def checked_module(model: torch.nn.Module) -> None:
