@@ -135,7 +135,9 @@ class Rockmate(torch.nn.Module):
     ) -> None:
         call = checked_call(model, sample, sample_kwargs, compile)
         if plan is None and budget is None:
-            raise BudgetError("no budget is given: Rockmate(model, sample, budget), or plan= with the path of a saved plan")
+            raise BudgetError(
+                "no budget is given: Rockmate(model, sample, budget), or plan= with the path of a saved plan"
+            )
         if plan is not None and budget is not None:
             raise BudgetError("give either a budget, or a saved plan, which has a budget of its own")
         saved = None if plan is None else read_plan(plan)
