@@ -185,6 +185,7 @@ class Steps:
         """The way for the call after ``turns``, of its ``own``; None if plans of later calls are to be known before."""
         taken, known_ways = [turn.way for turn in turns], self._ways_of(step.form)
         ways = (*known_ways[: len(taken)], own, *known_ways[len(taken) + 1 :])
+        step.check_waits(ways)
         left = max(0, budget - step.beside)
         known = step.budget == left and step.ways == ways and step.fixed <= len(taken)
         if known and step.problem is not None:
@@ -199,7 +200,7 @@ class Steps:
                     return None
                 least = error.min_budget + step.beside
                 eager = self._eager[step.form] + step.beside
-                problem = InfeasibleBudgetError(_infeasible(name, step.form, ways, budget, least, eager), least)
+                problem = InfeasibleBudgetError(_infeasible(name, step, ways, budget, least, eager), least)
                 step.chosen = least_of([w.within(left, tight=True) for w in ways], phases)
                 if not terms.least and not self._may_be_another(step.form):
                     raise problem from None
@@ -309,15 +310,20 @@ def _shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequen
         return share([*fixed, *(w.within(budget, tight=True) for w in ways)], phases, budget)
 
 
-def _infeasible(name: str, form: Form, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
-    calls = "; ".join(some_of(list(dict.fromkeys(line_of_call(w.call) for w in ways))))
+def _infeasible(name: str, step: KnownStep, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
+    calls, count = "; ".join(some_of(list(dict.fromkeys(line_of_call(w.call) for w in ways)))), len(ways)
     return (
         f"no plan fits a budget of {show_at_most(budget)} for a step in which {name} and what shares its budget are "
-        f"called {len(form.keys)} times before all backwards are over ({calls}): the smallest budget that the calls "
+        f"called {count} times before all backwards are over ({calls}): the smallest budget that the calls "
         f"can be planned for together is {show_at_least(least)}; without recomputation the step takes "
         f"{show_at_least(eager)}. Raise the budget, make the batch smaller, or call backward after each call "
-        f"(gradients add up). {_WITHOUT}"
+        f"(gradients add up). {_WITHOUT}{'' if step.measured else _UNMEASURED}"
     )
 
 
 _WITHOUT = "Forwards without a backward belong under torch.no_grad()."
+
+_UNMEASURED = (
+    " No such step was measured yet: what it makes between its calls comes on top, once a step under a larger budget "
+    "has shown that."
+)

@@ -51,7 +51,8 @@ class KnownStep:
     """Such steps are planned together. ``chosen``: ways of its calls, for ``budget`` and the ``ways`` that there were,
     the first ``fixed`` of which ran already; ``problem``: why they do not fit it. ``peak``: what they take, of the
     budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown, of which
-    some were ``unfinished``. ``measured``: the ways in which their calls ran.
+    some were ``unfinished``. ``measured``: the ways in which their calls ran, and the bytes that these calls were known
+    to leave held meanwhile, ``waits``.
     """
 
     form: Form
@@ -64,6 +65,7 @@ class KnownStep:
     asked: int = 0
     beside: int = 0
     measured: list[Way] = field(default_factory=list)
+    waits: tuple[tuple[int, int], ...] = ()
     looks: int = 0
     unfinished: int = 0
 
@@ -73,6 +75,15 @@ class KnownStep:
         planned = not any(w.rough for w in self.ways)
         few = self.looks < MOST_LOOKS and self.unfinished < MOST_UNFINISHED
         return planned and few and self.chosen != self.measured
+
+    def check_waits(self, ways: Sequence[Ways]) -> None:
+        """Where calls were observed since, what a step took beside the plans is in these now: it is measured again."""
+        if self.measured and self.waits != waits_of(ways):
+            self.beside, self.measured = 0, []
+
+
+def waits_of(ways: Sequence[Ways]) -> tuple[tuple[int, int], ...]:
+    return tuple(w.waits for w in ways)
 
 
 class WholeStep(StepLook):
@@ -122,7 +133,7 @@ class WholeStep(StepLook):
         step, peak = self.step, max(moment.peak for moment in moments)
         if [turn.way for turn in self.turns] != self.chosen:
             return
-        step.measured = self.chosen
+        step.measured, step.waits = self.chosen, waits_of(step.ways)
         if peak > self.predicted:
             step.beside += peak - self.predicted
         if peak > step.asked >= self.predicted:

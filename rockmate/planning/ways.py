@@ -52,6 +52,7 @@ class Ways:
     alone: Way
     made: int = 0
     rough: ClassVar[bool] = True
+    waits = 0, 0  # see ``FoundWays``
 
     @property
     def eager(self) -> Way:

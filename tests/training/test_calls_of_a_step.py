@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -437,3 +438,75 @@ def test_budgets_that_hardly_differ_need_no_search_each() -> None:
     assert serving([(1000, False)], 970, True) is None
     assert serving([(1000, False), (1000, True)], 970, True) == (1000, True)
     assert serving([(1000, True)], 1000, False) == (1000, True)
+
+
+CALLS = 12
+
+
+def validated_with_gradients(model: nn.Module, x: torch.Tensor) -> float:
+    """A validation whose author forgot ``torch.no_grad``: the graphs of all calls are there until its end."""
+    total = sum((model(x).square().mean() for _ in range(CALLS)), torch.zeros(()))
+    return total.item()
+
+
+def one_call(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    model.zero_grad()
+
+
+def trained_and_validated(budget: float | str, on_infeasible: str, prints: bool) -> tuple[Any, Callable[[], None], int]:
+    torch.manual_seed(0)
+    model, x = Layers(prints=prints), randn(ROWS, WIDTH, seed=1)
+    eager = run(lambda m, x: one_call(m[0], x), [copy.deepcopy(model)], x)
+    size = budget if isinstance(budget, str) else int(budget * eager)
+    handle = attach(model, size, costs="flops", cache=False, on_infeasible=on_infeasible)
+    for _ in range(3):
+        one_call(model, x)
+    with pytest.warns(BudgetWarning, match=r"times before a backward.*torch.no_grad"):
+        validated_with_gradients(model, x)
+    return handle, lambda: one_call(model, x), handle.budget
+
+
+@pytest.mark.parametrize("prints", [False, True])
+@pytest.mark.parametrize("budget", [0.7, "70%"])
+@pytest.mark.parametrize("on_infeasible", ["error", "least"])
+def test_steps_go_on_after_a_validation_with_gradients(budget: float | str, on_infeasible: str, prints: bool) -> None:
+    handle, train, before = trained_and_validated(budget, on_infeasible, prints)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*The plans of least memory run instead", BudgetWarning)
+        for _ in range(3):
+            train()
+        assert measure_peak(train) <= handle.budget
+    assert handle.budget == before, "a share is one of a step, and a validation is none"
+
+
+@pytest.mark.parametrize("prints", [False, True])
+@pytest.mark.parametrize(("budget", "fits"), [(0.7, True), (0.38, False)])
+def test_a_second_validation_with_gradients_is_planned_or_refused(budget: float, fits: bool, prints: bool) -> None:
+    handle, train, _ = trained_and_validated(budget, "error", prints)
+    x = randn(ROWS, WIDTH, seed=1)
+    for _ in range(2):
+        train()
+        if fits:
+            assert measure_peak(lambda: validated_with_gradients(handle.model, x)) <= handle.budget
+        else:
+            with pytest.raises(InfeasibleBudgetError, match=r"called 12 times.*belong under torch\.no_grad"):
+                validated_with_gradients(handle.model, x)
+    train()
+    assert measure_peak(train) <= handle.budget
+
+
+@SEVERAL
+@pytest.mark.parametrize("prints", [False, True])
+def test_one_step_of_many_calls_among_steps_of_one(prints: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Layers(prints=prints), randn(ROWS, WIDTH, seed=1)
+    eager = run(lambda m, x: one_call(m[0], x), [copy.deepcopy(model)], x)
+    handle = attach(model, int(0.7 * eager), costs="flops", cache=False)
+    for _ in range(3):
+        one_call(model, x)
+    sum((model(x).mean() for _ in range(CALLS)), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+    for _ in range(3):
+        one_call(model, x)
+    model.zero_grad()
+    assert measure_peak(lambda: one_call(model, x)) <= handle.budget
