@@ -87,9 +87,8 @@ def parse_budget(budget: object) -> Budget:
             raise BudgetError(f"the budget {budget!r} is nothing: {_HOW}")
         return Budget(share=amount / 100)
     if not unit and 0 < amount < FEWEST:
-        share = 100 * amount if amount < 1 else amount
-        percent = f' or "{share.normalize():f}%"' if share <= 100 else ""
-        meant = f'"{amount.normalize():f} GiB"{percent}'
+        share = f' or "{(100 * amount).normalize():f}%"' if amount < 1 else ""
+        meant = f'"{amount.normalize():f} GiB"{share}'
         raise BudgetError(f"the budget {budget!r} is {amount:f} bytes, in which no step can be run: was {meant} meant?")
     return Budget(_whole(budget, amount * _UNITS[unit], "budget", _HOW))
 

@@ -393,7 +393,7 @@ MISUSE: list[tuple[list[str], str]] = [
     (["check", "model.py:make", "--loss-memory", "lots"], "--loss-memory lots: give bytes, or text such as"),
     (["check", "model.py:make", "--costs", "guessed"], "Invalid value for '--costs'"),
     (["plan", "model.py:make"], "Missing option '--budget'"),
-    (["plan", "model.py:make", "--budget", "8"], 'was "8 GiB" or "8%" meant?'),
+    (["plan", "model.py:make", "--budget", "8"], 'was "8 GiB" meant?'),
     (["plan", "model.py:make", "--budget", "lots"], "the budget 'lots' is no amount of memory"),
     (["plan", "model.py:make", "--budget", "8", "GiB"], r'put what has spaces in quotes, such as --budget "8 GiB"'),
     (["plan", "model.py:make", "--budget", "60%", "--solver", "none"], "solver='none': choose one of auto"),
