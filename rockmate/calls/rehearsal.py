@@ -128,7 +128,8 @@ def put_back(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator
 def _tensors_of(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The inputs, parameters, buffers, and other tensors that modules hold, each once."""
     found: dict[int, torch.Tensor] = {}
-    for held in (inputs, *(v for m in model.modules() for v in vars(m).values())):
+    own = [*model.parameters(), *model.buffers()]  # those of scripted modules are among no attributes
+    for held in (inputs, own, *(v for m in model.modules() for v in vars(m).values())):
         values = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
         found.update((id(t), t) for t in values if isinstance(t, torch.Tensor))
     return [t for t in found.values() if t.layout == torch.strided and not t.is_nested]
