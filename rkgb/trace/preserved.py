@@ -11,13 +11,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from rkgb.randomness import RandomSource, own_generators, random_state, set_random_state, watched_devices
 
 
-def drop_saved() -> saved_tensors_hooks:
-    """A context in which autograd saves no tensors, so that peak memory is that of inference."""
+def drop_saved(note: Callable[[torch.Tensor], None] = lambda _: None) -> saved_tensors_hooks:
+    """A context in which autograd saves no tensors, so that peak memory is that of inference. ``note`` gets them."""
 
     def refuse(_: None) -> torch.Tensor:
         raise RuntimeError("a tensor dropped while the module was observed is needed: backward ran inside forward")
 
-    return saved_tensors_hooks(lambda _: None, refuse)
+    return saved_tensors_hooks(note, refuse)
 
 
 def each_saved(note: Callable[[torch.Tensor], None]) -> saved_tensors_hooks:

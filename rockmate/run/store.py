@@ -12,7 +12,7 @@ import torch
 from rkgb.randomness import drawing_again
 from rkgb.settings import settings
 from rkgb.storages import storage_key
-from rkgb.trace.preserved import drop_saved, each_saved
+from rkgb.trace.preserved import drop_saved
 from rockmate.calls.surroundings import ANOTHER, running_in, warn_unplanned
 from rockmate.errors import GoneError
 from rockmate.run.program import NodeCode, Program
@@ -153,7 +153,7 @@ class Store:
         known = {storage_key(t) for t in env.values()}
         packed: list[torch.Tensor] = []
         try:
-            with each_saved(packed.append):
+            with drop_saved(packed.append):  # results may outlive what is packed
                 run(env)
             known.update(storage_key(env[v]) for v, _ in code.made)
             return dict(enumerate([t.detach() for t in packed if storage_key(t) not in known]))
