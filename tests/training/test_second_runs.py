@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from rkgb import make_all_graphs
 from rkgb.device import Cpu, kind_of
 from rkgb.Ktools import K_graph
 from rkgb.sample import call_of
+from rockmate import Rockmate, measure_peak
+from rockmate.planning.finder import SCALARS
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
 from rockmate.planning.problem import clocks_without_reruns, problem_of
@@ -85,3 +88,33 @@ def test_the_side_that_is_the_bottleneck_decides(gelu: tuple[int, int], linear: 
     assert kept is not None and clocks is not None
     assert plan.predicted_overhead == clocks.time / kept.time - 1 > 0
     assert planner.plan(planner.eager_peak).predicted_overhead == 0
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.GroupNorm(4, 16),
+        lambda: nn.GroupNorm(4, 16, affine=False),
+        lambda: nn.InstanceNorm2d(16, affine=True),
+        lambda: nn.BatchNorm2d(16),
+        lambda: nn.LayerNorm([16, 16, 16]),
+        lambda: nn.RMSNorm([16, 16, 16]),
+    ],
+    ids=["group", "group without weights", "instance", "batch", "layer", "rms"],
+)
+def test_results_that_run_again_keep_nothing_of_their_own_graph(norm: Callable[[], nn.Module]) -> None:
+    """Recorded second runs have a graph, which must not keep what their backward reads: it lives as long as they."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(5) for m in (nn.Conv2d(16, 16, 3, 1, 1), norm(), nn.SiLU())))
+    rk = Rockmate(model, torch.randn(8, 16, 16, 16), "45%", costs="flops", cache=False)
+    x = torch.randn(8, 16, 16, 16)
+
+    def step() -> None:
+        rk.zero_grad()
+        rk(x).square().mean().backward()
+
+    for _ in range(2):
+        step()
+    rk.zero_grad()
+    assert rk.plan.recomputed > 0
+    assert measure_peak(step, "cpu") <= rk.plan.predicted_peak + SCALARS
