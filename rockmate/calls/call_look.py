@@ -55,7 +55,7 @@ class CallLook(Look):
 
     def close(self) -> list[Moment] | None:
         self.then = None
-        if self.window is not None:
+        if self.window is not None and self.before:
             self.window.mark()
         return super().close()
 

@@ -88,10 +88,10 @@ class RoomyCalls(FreeCalls):
         if not (trained or any(t.requires_grad for t in call.tensors)):
             return None
         extent = _extent(model, call, trained)
-        there = made + sum(t.nbytes for t in (*parameters, *call.tensors))
+        there = made + sum(t.nbytes for t in (*parameters, *call.tensors) if t.layout == torch.strided)
         larger = next((kind for kind in self.larger(extent) if self.is_known(kind, made)), None)
         peak = self._supposed(extent, AT_FIRST * there) if larger is None else self.spacious[larger].peak
-        if peak > most or any(extent.covers(self.extents[kind]) for kind in self.binding if kind in self.extents):
+        if peak > most or kind in self.binding or self._covers_binding(extent):
             if len(self._planned) >= MOST_KINDS:
                 self._planned.clear()
             self._planned.add(called)  # as long as the budget stays, such calls are not asked about again
@@ -107,6 +107,10 @@ class RoomyCalls(FreeCalls):
         if known is not None:
             self.spacious[kind] = known
         return kind
+
+    def _covers_binding(self, extent: Extent) -> bool:
+        """Whether smaller calls exceed the budget."""
+        return any(extent.covers(self.extents[kind]) for kind in self.binding if kind in self.extents)
 
     def _supposed(self, call: Extent, at_first: float) -> float:
         """Bytes that a call is supposed to take: the square of its growth over one that was measured."""

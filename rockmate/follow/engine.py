@@ -303,14 +303,15 @@ class Followed:
 
     def set_budget(self, budget: Budget) -> None:
         """Plan for another budget. Raises ``InfeasibleBudgetError`` where no plan of the last kind of step fits it."""
-        before = self.front.terms.budget, self.solving.asked
-        self.front.terms.budget, self.solving.asked, self._shared = budget, None, None
+        terms = self.front.terms
+        before = terms.budget, terms.settled, self.solving.asked
+        terms.budget, self.solving.asked, self._shared = budget, None, None
         if self.last is None:
             return
         try:
             self._solve(self.last)
         except InfeasibleBudgetError:
-            self.front.terms.budget, self.solving.asked = before
+            terms.budget, terms.settled, self.solving.asked = before
             self.solving.solve(self.last)
             raise
 

@@ -283,7 +283,7 @@ def _moments_of(ops: Sequence[Op], data: Sequence[Datum], seen: Seen, ends: dict
         at = first.get(mark.number, len(steps) - 1 - quiet)
         steps[at:] = [_joined(steps[at:])]
         first.update(dict.fromkeys(steps[at].slots, at))
-        quiet = {bytes_ for other in after for bytes_ in other.moment} == {marks[end].moment.level}
+        quiet = {x for other in after for x in (other.moment.level, other.moment.peak)} == {marks[end].moment.level}
     final = marks[-1].moment.level - marks[-1].live if steps else 0
     for step, following in itertools.zip_longest(steps, steps[1:]):
         step.after = max(0, following.before if following is not None else final)

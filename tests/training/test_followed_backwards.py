@@ -214,3 +214,67 @@ def test_ways_that_alternate_are_all_planned(ways: int, share: float) -> None:
         assert handle.plan is not None
         # Until it is seen which way a call goes, it follows the plan of another one, and may take less than its own.
         assert peak <= min(budget, handle.plan.predicted_peak + 64)
+
+
+class Normalised(nn.Module):
+    """Its graph breaks before a batch norm, whose backward asks for several saved tensors one after another."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        layers = (m for _ in range(count) for m in (nn.Linear(48, 48), nn.BatchNorm1d(48), nn.ReLU()))
+        self.layers, self.last = nn.Sequential(*layers), nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.detach().sum()) > 1e9:
+            x = -x
+        return self.last(self.layers(x))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("share", ["50%", "70%", "80%", "100%"])
+def test_what_one_node_of_autograd_asks_for_in_turn_is_there_at_once(count: int, share: str) -> None:
+    torch.manual_seed(0)
+    model, x = Normalised(count), randn(64, 48, seed=0)
+    try:
+        handle = attach(model, share, sample=x, costs="flops", cache=False)
+    except InfeasibleBudgetError as error:
+        handle = attach(model, error.min_budget, sample=x, costs="flops", cache=False)
+    for _ in range(3):
+        model.zero_grad()
+        assert measure_peak(lambda: model(x).sum().backward(), "cpu") <= handle.budget
+
+
+@pytest.mark.parametrize(("budget", "refused"), [("3.2 MiB", "70%"), ("85%", "2 KiB")])
+def test_a_budget_that_is_refused_leaves_the_one_before(budget: str, refused: str) -> None:
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+                if float(x.detach().sum()) < -1e9:
+                    x = x * 2
+            return x
+
+    def steps(model: nn.Module, rows: int) -> None:
+        for _ in range(3):
+            model.zero_grad(set_to_none=False)
+            model(torch.randn(rows, 256, generator=torch.Generator().manual_seed(0))).sum().backward()
+
+    found = []
+    for tries in (False, True):
+        torch.manual_seed(0)
+        model = Decides()
+        handle = attach(model, budget, costs="flops", cache=False)
+        steps(model, 512)
+        if tries:
+            with pytest.raises(InfeasibleBudgetError):
+                handle.budget = refused
+        try:
+            steps(model, 2048)
+            found.append((handle.budget, ""))
+        except InfeasibleBudgetError:
+            found.append((handle.budget, "refused"))
+    assert found[0] == found[1]
