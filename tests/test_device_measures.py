@@ -154,13 +154,13 @@ def test_a_forward_that_runs_again_is_timed_from_memory_and_the_step_s_time_stay
     again = iter(took)
     unit = 100_000
 
-    def once(_: Clock, run: Any, device: torch.device) -> list[int]:
+    def once(_: Clock, run: Any, device: torch.device, launched: int = 0) -> tuple[list[int], int]:
         assert len(run(lambda: done.append("mark"))) == 1
-        return [next(again) * unit]
+        return [next(again) * unit], launched
 
     monkeypatch.setattr("rkgb.cost.clock.read", lambda tensors: done.append("read" if tensors is caches else "other"))
     monkeypatch.setattr(Clock, "medians", lambda *_: (10 * unit, 30 * unit))
-    monkeypatch.setattr(Clock, "once", once)
+    monkeypatch.setattr(Clock, "_once", once)
     assert Clock(again=caches).times(piece)[:3] == tuple(x * unit for x in then)
     assert done == ["forward", *len(took) * ("read", "mark", "forward", "mark")]
     assert Clock().times(piece) == (10 * unit, 30 * unit, 10 * unit, (0, 0))

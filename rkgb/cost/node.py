@@ -96,7 +96,7 @@ def warm(s: S_graph, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None
     with preserved(model, inputs, s.d.structure.written), torch.enable_grad():
         for node, fed in zip(s.nodes, differentiated(s, [s.d.outputs[k] for k in differentiable(s.d)]), strict=True):
             key = nodes_key(s.d, [node]), fed
-            if key in seen or not node.makes:
+            if key in seen:
                 continue
             seen.add(key)
             run = NodeRun(s.d, node, on_zeros(s, node, model, inputs), fed, (None,) * len(fed))

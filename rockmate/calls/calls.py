@@ -120,7 +120,8 @@ class Calls(PlansOfCalls):
         """
         began, observer = time.perf_counter(), runnable.observer
         assert observer is not None
-        if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
+        model = self.front.known_model
+        if model is not None and any(hasattr(p, "_local_tensor") for p in model.parameters()):
             observer.leave_room()  # ``fully_shard`` gathered others between the phases, beside the budget
         try:
             with self.in_call(all_inputs):

@@ -56,8 +56,8 @@ class Capture:
         if self._compiled is None:
             importlib.import_module("torch._dynamo")
             prepare()
-            captured: Any = weakref.WeakMethod(self.captured)  # backends are kept for ever, and must not keep models
-            self._compiled = torch.compile(self._entry, backend=lambda p, _: captured()(p), fullgraph=True)
+            own: Any = weakref.ref(self)  # backends are kept for ever, and must not keep models
+            self._compiled = torch.compile(self._entry, backend=lambda p, _: own().captured(p), fullgraph=True)
         hide_own_warnings()
         masks_left_out = self._masks_known
         full = is_full(call) if masks_left_out else None

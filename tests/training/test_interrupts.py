@@ -88,7 +88,7 @@ LOSSES = (in_a_finalizer, in_a_callback_of_a_weak_reference, in_a_callback_of_th
 
 @pytest.mark.parametrize("losing", LOSSES)
 @pytest.mark.parametrize(
-    ("owner", "name"), [(rkgb.pipeline, "D_to_S"), (ChainPlanner, "solve"), (Capture, "_run"), (Attachment, "_run")]
+    ("owner", "name"), [(rkgb.pipeline, "D_to_S"), (ChainPlanner, "solve"), (Capture, "run"), (Attachment, "_run")]
 )
 def test_an_interrupt_that_python_drops(
     losing: Callable[[], None], owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
