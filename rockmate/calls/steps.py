@@ -59,9 +59,7 @@ class Steps:
         self._said: set[str] = set()
         self._users: list[weakref.ref[User]] = []
         self._last: Form | None = None
-        self._trained: dict[
-            tuple[Hashable, ...], None
-        ] = {}  # kinds of calls of the last different steps with a backward
+        self._trained: list[tuple[Hashable, ...]] = []  # kinds of calls of steps that had a backward
         self.unknown = True  # no step had a backward yet, or of the last one's calls only bounds are known
 
     def __reduce__(self) -> Any:
@@ -144,8 +142,7 @@ class Steps:
             if way is not None and not turns and step.is_to_be_measured and Look.possible():
                 WholeStep(step, turns, ways.device, name, self._say)
         if way is None and isinstance(budget, int) and self.waiting():
-            beside, problem = (0, None) if step is None else (step.beside, step.problem)
-            way = self._left(ways, budget - beside, name, problem)
+            way = self._left(ways, budget, name, step)
         turn = Turn(key, ways, way or ways.alone, name)
         turns.append(turn)
         return turn
@@ -192,7 +189,7 @@ class Steps:
             return None
         if not known or step.chosen[: len(taken)] != taken:
             phases, fixed = phases_of(step.form, ways), [[way] for way in taken]
-            problem: InfeasibleBudgetError | None = None
+            problem: tuple[str, int] | None = None
             try:
                 step.chosen = _shared(fixed, ways[len(taken) :], phases, left)
             except InfeasibleError as error:
@@ -200,16 +197,16 @@ class Steps:
                     return None
                 least = error.min_budget + step.beside
                 eager = self._eager[step.form] + step.beside
-                problem = InfeasibleBudgetError(_infeasible(name, step, ways, budget, least, eager), least)
-                step.chosen = least_of([w.within(left, tight=True) for w in ways], phases)
+                problem = _infeasible(name, step, ways, budget, least, eager), least
                 if not terms.least and not self._may_be_another(step.form):
-                    raise problem from None
+                    raise InfeasibleBudgetError(*problem) from None
+                step.chosen = least_of([w.within(left, tight=True) for w in ways], phases)
             step.budget, step.ways, step.fixed = left, ways, len(taken)
             step.problem = None if terms.least else problem
             if step.problem is not None:
                 return None  # the calls that fit run: see ``_left``
             if problem is not None:
-                self._say(f"{problem} The plans of least memory run instead.")
+                self._say(f"{problem[0]} The plans of least memory run instead.")
             peak = max(level(phase, step.chosen) for phase in phases) + step.beside
             if not taken and peak != step.peak:
                 step.peak, step.asked = peak, budget
@@ -225,13 +222,13 @@ class Steps:
         """
         return not form.is_whole or any(keys[0] == form.keys[0] and keys != form.keys for keys in self._trained)
 
-    def _left(self, ways: Ways, budget: int, name: str, problem: InfeasibleBudgetError | None) -> Way:
+    def _left(self, ways: Ways, budget: int, name: str, step: KnownStep | None) -> Way:
         """The fastest way in what those that wait leave of the budget; if there is none, that of least memory.
 
-        Raises the ``problem`` of the step that is expected instead, if there is one.
+        Raises ``InfeasibleBudgetError`` instead where no plan fits the ``step`` that is expected.
         """
         waiting = self.waiting()
-        held = sum(turn.way.kept_in_forwards for turn in waiting)
+        held = self.held() + (0 if step is None else step.beside)
         if held + peak_of(ways.alone) <= budget:
             return ways.alone
         for tight in (False, True):
@@ -239,10 +236,10 @@ class Steps:
             fitting = [way for way in choices if held + peak_of(way) <= budget]
             if fitting:
                 return min(fitting, key=lambda way: way.time)
+        if step is not None and step.problem is not None:
+            raise InfeasibleBudgetError(*step.problem)
         least = min(choices, key=peak_of)
         names = " and ".join(sorted({name, *(turn.name for turn in waiting)}))
-        if problem is not None:
-            raise problem
         self._say(
             f"{names} {'were' if ' and ' in names else 'was'} called {len(waiting) + 1} times before a backward. What "
             f"the calls keep adds up, here to {show_bytes(held + peak_of(least))}, and the budget of "
@@ -267,11 +264,8 @@ class Steps:
         self.unknown = self.unknown and not any(turn.began for turn in turns)
         form = form_of(turns)
         before, self._last = self._last, form
-        if any(turn.began for turn in turns):
-            self._trained.pop(form.keys, None)
-            self._trained[form.keys] = None
-            if len(self._trained) > MOST_STEPS:
-                self._trained.pop(next(iter(self._trained)))
+        if form.keys not in self._trained and any(turn.began for turn in turns):
+            self._trained = [*self._trained[1 - MOST_STEPS :], form.keys]
         known = {key for key, _ in self._ways}
         if len(turns) < 2 or any(turn.key not in known for turn in turns):
             return

@@ -14,7 +14,6 @@ from rockmate.budget import show_bytes
 from rockmate.calls.look import Look
 from rockmate.calls.step_look import StepLook
 from rockmate.calls.turns import Turn
-from rockmate.errors import InfeasibleBudgetError
 from rockmate.planning.ways import Ways
 from solvers.calls import Phase, Way
 
@@ -49,10 +48,10 @@ class Form:
 @dataclass(eq=False)
 class KnownStep:
     """Such steps are planned together. ``chosen``: ways of its calls, for ``budget`` and the ``ways`` that there were,
-    the first ``fixed`` of which ran already; ``problem``: why they do not fit it. ``peak``: what they take, of the
-    budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them have shown, of which
-    some were ``unfinished``. ``measured``: the ways in which their calls ran, and the bytes that these calls were known
-    to leave held meanwhile, ``waits``.
+    the first ``fixed`` of which ran already; ``problem``: why they do not fit it, and the least that does. ``peak``:
+    what they take, of the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them
+    have shown, of which some were ``unfinished``. ``measured``: the ways in which their calls ran, and the bytes that
+    these calls were known to leave held meanwhile, ``waits``.
     """
 
     form: Form
@@ -60,7 +59,7 @@ class KnownStep:
     ways: tuple[Ways, ...] = ()
     chosen: list[Way] = field(default_factory=list)
     fixed: int = 0
-    problem: InfeasibleBudgetError | None = None
+    problem: tuple[str, int] | None = None
     peak: int = 0
     asked: int = 0
     beside: int = 0
@@ -78,11 +77,11 @@ class KnownStep:
 
     def check_waits(self, ways: Sequence[Ways]) -> None:
         """Where calls were observed since, what a step took beside the plans is in these now: it is measured again."""
-        if self.measured and self.waits != waits_of(ways):
+        if self.measured and self.waits != _waits(ways):
             self.beside, self.measured = 0, []
 
 
-def waits_of(ways: Sequence[Ways]) -> tuple[tuple[int, int], ...]:
+def _waits(ways: Sequence[Ways]) -> tuple[tuple[int, int], ...]:
     return tuple(w.waits for w in ways)
 
 
@@ -133,7 +132,7 @@ class WholeStep(StepLook):
         step, peak = self.step, max(moment.peak for moment in moments)
         if [turn.way for turn in self.turns] != self.chosen:
             return
-        step.measured, step.waits = self.chosen, waits_of(step.ways)
+        step.measured, step.waits = self.chosen, _waits(step.ways)
         if peak > self.predicted:
             step.beside += peak - self.predicted
         if peak > step.asked >= self.predicted:
