@@ -33,7 +33,7 @@ class AttachOptions(TypedDict, total=False):
     sample: Sample | None
     sample_kwargs: dict[str, Any] | None
     costs: str
-    loss_memory: int | None
+    loss_memory: int | str | None
     on_infeasible: str
     time_limit: float | None
     solver: str
@@ -60,7 +60,7 @@ def attach(
     sample: Sample | None = None,
     sample_kwargs: dict[str, Any] | None = None,
     costs: str = "measured",
-    loss_memory: int | None = None,
+    loss_memory: int | str | None = None,
     on_infeasible: str = "error",
     time_limit: float | None = None,
     solver: str = "auto",
@@ -83,7 +83,8 @@ def attach(
         sample: A call to plan at once: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
         sample_kwargs: Keyword arguments beside a tuple.
         costs: "measured" times every operation, "flops" models them: the same plan on every run.
-        loss_memory: Bytes that the loss allocates beside the outputs and their gradients; by default it is observed.
+        loss_memory: Bytes that the loss allocates beside the outputs and their gradients, as a number or as text
+            ("200 MiB"); by default it is observed.
         on_infeasible: "error" raises ``InfeasibleBudgetError`` where no plan fits the budget, "least" warns
             (``BudgetWarning``) and takes the plan of least memory.
         time_limit: Seconds after which the search for a plan ends with the best so far; by default 60 for each integer
@@ -169,6 +170,8 @@ def _check_new(model: torch.nn.Module, others: Sequence[torch.nn.Module], compil
             "or rockmate.detach(model) first"
         )
     for other in others:
+        if other is model:
+            raise InputError(f"the {type(model).__name__} is in the list more than once: give each module once")
         if any(m is model for m in other.modules()) or any(m is other for m in model.modules()):
             raise InputError(
                 f"of the modules in the list, the {type(model).__name__} is the {type(other).__name__}, a part of it, "

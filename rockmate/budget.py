@@ -34,6 +34,9 @@ UNLIMITED = 2**60
 FEWEST = 300
 """Numbers below are no bytes but GiB that somebody has counted: no step has so few bytes, and no GPU more GiB."""
 
+MOST_GIB = 24
+"""Numbers above, up to 100, may have been meant as percent, too."""
+
 
 class Planned(Protocol):
     """What the budget of a step is decided by: where it runs, and its peak if nothing runs again."""
@@ -87,20 +90,24 @@ def parse_budget(budget: object) -> Budget:
             raise BudgetError(f"the budget {budget!r} is nothing: {_HOW}")
         return Budget(share=amount / 100)
     if not unit and 0 < amount < FEWEST:
-        share = f' or "{(100 * amount).normalize():f}%"' if amount < 1 else ""
+        percent = 100 * amount if amount < 1 else amount
+        share = f' or "{percent.normalize():f}%"' if MOST_GIB < percent <= 100 else ""
         meant = f'"{amount.normalize():f} GiB"{share}'
         raise BudgetError(f"the budget {budget!r} is {amount:f} bytes, in which no step can be run: was {meant} meant?")
     return Budget(_whole(budget, amount * _UNITS[unit], "budget", _HOW))
 
 
-def parse_bytes(limit: object) -> int:
-    """Bytes of a number, or of text with a unit as in ``parse_budget``; raises ``BudgetError`` for anything else."""
-    amount, unit = _amount(limit, "limit", _BYTES)
+def parse_bytes(given: object, what: str = "limit") -> int:
+    """Bytes of a number, or of text with a unit as in ``parse_budget``; raises ``BudgetError`` for anything else.
+
+    ``what`` it is called in the error.
+    """
+    amount, unit = _amount(given, what, _BYTES)
     if unit == "%":
-        raise BudgetError(f"the limit {limit!r} is a share, and nothing says of what: {_BYTES}")
+        raise BudgetError(f"the {what} {given!r} is a share, and nothing says of what: {_BYTES}")
     if not unit and 0 < amount < FEWEST and amount != int(amount):
-        raise BudgetError(f'the limit {limit!r} is {amount:f} bytes: was "{amount.normalize():f} GiB" meant?')
-    return _whole(limit, amount * _UNITS[unit], "limit", _BYTES)
+        raise BudgetError(f'the {what} {given!r} is {amount:f} bytes: was "{amount.normalize():f} GiB" meant?')
+    return _whole(given, amount * _UNITS[unit], what, _BYTES)
 
 
 def _amount(given: object, what: str, how: str) -> tuple[Decimal, str]:

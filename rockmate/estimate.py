@@ -19,7 +19,7 @@ from rockmate.follow.known import Known
 from rockmate.growing import Growing, checked_dims, checked_sizes
 from rockmate.memory import rest_of
 from rockmate.planning.checks import checked_call
-from rockmate.planning.options import PlanOptions
+from rockmate.planning.options import PlanOptions, options_of
 from rockmate.planning.planner import Planner
 from rockmate.progress import Progress, Report
 from solvers import Schedule, walk
@@ -98,7 +98,7 @@ def estimate(
     *,
     dim: int | tuple[int, ...] = 0,
     sample_kwargs: dict[str, Any] | None = None,
-    loss_memory: int | None = None,
+    loss_memory: int | str | None = None,
     progress: bool | None = None,
 ) -> Estimate:
     """What a training step of ``model`` takes at ``sizes`` larger than the ``sample``'s, none of which is run.
@@ -124,7 +124,7 @@ def estimate(
         InputError: Sizes below the sample's, a sample that cannot grow, or a graph that changes with the size.
         GraphError: The model cannot be traced.
     """
-    given, options = checked_call(model, sample, sample_kwargs), PlanOptions("flops", loss_memory)
+    given, options = checked_call(model, sample, sample_kwargs), options_of("flops", loss_memory, cache=None)
     limit = None if budget is None else parse_budget(budget)
     if limit is not None and limit.share is not None:
         raise BudgetError(f"the budget {budget!r} is a share of each size's own peak: give bytes, such as '8 GiB'")

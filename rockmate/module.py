@@ -28,7 +28,7 @@ from rockmate.optimizers import OPTIMIZERS
 from rockmate.pieces.compiler import prepare_for_pieces
 from rockmate.planning.artefact import read_plan
 from rockmate.planning.checks import checked_call, checked_module
-from rockmate.planning.options import PlanOptions, options_of
+from rockmate.planning.options import options_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.wrappers import NO_REPLICAS
 from rockmate.signed import signed
@@ -78,8 +78,9 @@ class Rockmate(torch.nn.Module):
         sample_kwargs: Keyword arguments beside a tuple.
         costs: "measured" times every operation, "flops" models them (the same plan on every run and machine with such
             a device).
-        loss_memory: Bytes that the loss allocates beside the outputs and their gradients. By default, room for three
-            times the outputs' bytes is left in the first step, and for what the loss took from then on (``plan.room``).
+        loss_memory: Bytes that the loss allocates beside the outputs and their gradients, as a number or as text
+            ("200 MiB"). By default, room for three times the outputs' bytes is left in the first step, and for what
+            the loss took from then on (``plan.room``).
             A scalar beside other outputs is taken for the loss until a step has shown where the backward starts.
         time_limit: Seconds after which the search for a plan ends with the best so far, as ``plan.reason`` then says;
             by default 60 for each integer program.
@@ -126,13 +127,15 @@ class Rockmate(torch.nn.Module):
         plan: str | Path | None = None,
         sample_kwargs: dict[str, Any] | None = None,
         costs: str = "measured",
-        loss_memory: int | None = None,
+        loss_memory: int | str | None = None,
         time_limit: float | None = None,
         solver: str = "auto",
         progress: bool | None = None,
         cache: bool | str | os.PathLike[str] | None = True,
         compile: bool = False,
     ) -> None:
+        if isinstance(sample, (str, int, float)) and not isinstance(budget, (str, int, float, type(None))):
+            raise InputError("the sample comes before the budget: Rockmate(model, sample, budget)")
         call = checked_call(model, sample, sample_kwargs, compile)
         if plan is None and budget is None:
             raise BudgetError(
@@ -321,7 +324,7 @@ def frontier(
     *,
     sample_kwargs: dict[str, Any] | None = None,
     costs: str = "measured",
-    loss_memory: int | None = None,
+    loss_memory: int | str | None = None,
     progress: bool | None = None,
 ) -> Frontier:
     """Time against memory for ``model``: ``min_budget``, ``max_budget`` (no recomputation), and ``points``.
@@ -341,7 +344,7 @@ def frontier(
         InputError: An argument cannot be used.
         GraphError: The model cannot be traced.
     """
-    call, options = checked_call(model, sample, sample_kwargs), PlanOptions(costs, loss_memory)
+    call, options = checked_call(model, sample, sample_kwargs), options_of(costs, loss_memory, cache=None)
     probe = Attachment.probe(model, options, progress)
     probe.plan_for(call)
     return probe.frontier()

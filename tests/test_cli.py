@@ -268,7 +268,7 @@ def test_no_plan_fits(run: Run) -> None:
     assert done.code == 1
     assert done.values["error"]["type"] == "InfeasibleBudgetError"
     assert done.err.startswith(
-        "Error: Sequential: no plan fits a budget of 1.00 KiB: the smallest that can be planned is "
+        "Error: Sequential: no plan fits a budget of 1.00 KiB for float32[256, 16]: the smallest "
     )
 
 
@@ -390,7 +390,10 @@ MISUSE: list[tuple[list[str], str]] = [
     (["check", "lacking.py:make"], "lacking.py:1 imports 'no_such_library', which is not installed for "),
     (["check", "relative.py:make"], r"relative import.*give the file as a module of its package"),
     (["check", "script.py:make"], r"script.py ended when it was imported \(script.py:2\): put what the script does"),
-    (["check", "model.py:make", "--loss-memory", "lots"], "--loss-memory lots: give bytes, or text such as"),
+    (
+        ["check", "model.py:make", "--loss-memory", "lots"],
+        "the room for the loss .loss_memory. 'lots' is no amount of memory: give bytes",
+    ),
     (["check", "model.py:make", "--costs", "guessed"], "Invalid value for '--costs'"),
     (["plan", "model.py:make"], "Missing option '--budget'"),
     (["plan", "model.py:make", "--budget", "8"], 'was "8 GiB" meant?'),

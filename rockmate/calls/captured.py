@@ -169,7 +169,10 @@ def line_of(node: fx.Node) -> str:
 
 
 def _plain(source: str) -> str:
-    """``source`` as for modules of torch's own ``__getattr__``; of others TorchDynamo reads the dictionaries."""
+    """``source`` as for modules of torch's own ``__getattr__``; of others TorchDynamo reads the dictionaries. An array
+    of NumPy's is called as it is given, and not as the tensor that is made of it.
+    """
+    source = re.sub(r"^___from_numpy\((.*)\)$", r"\1", source)
     return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", source)
 
 

@@ -16,11 +16,9 @@ from typing import Any
 
 import click
 
-from rockmate.budget import parse_bytes
 from rockmate.cli.answers import Answer, Options
-from rockmate.cli.errors import DEFECT, Misuse, told
+from rockmate.cli.errors import DEFECT, told
 from rockmate.cli.load import target_of
-from rockmate.errors import BudgetError
 from rockmate.planning import options
 
 TARGET = click.argument("target", metavar="FILE:FUNCTION")
@@ -91,11 +89,7 @@ def _quiet() -> Iterator[None]:
 
 def options_of(costs: str, autocast: str | None, loss_memory: str | None, **more: Any) -> Options:
     """How to plan. Raises ``InputError`` for what cannot be used, before a model is built."""
-    try:
-        room = None if loss_memory is None else parse_bytes(loss_memory)
-    except BudgetError as error:
-        raise Misuse(f'--loss-memory {loss_memory}: give bytes, or text such as "200 MiB"') from error
-    arguments = {"costs": costs, "loss_memory": room, **more}
+    arguments = {"costs": costs, "loss_memory": loss_memory, **more}
     options.options_of(**arguments)
     return Options(arguments, autocast)
 

@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from rkgb.cost.measure import check_costs
+from rockmate.budget import parse_bytes
 from rockmate.errors import InputError
 from rockmate.planning.disk import Disk, disk_of
 from solvers import Problem, solver_names
@@ -38,19 +39,18 @@ class PlanOptions:
             )
         if not isinstance(self.compile, bool):
             raise InputError(f"compile={self.compile!r}: give True or False")
-        object.__setattr__(self, "loss_memory", checked_loss(self.loss_memory))
 
 
 def options_of(
     costs: str = "measured",
-    loss_memory: int | None = None,
+    loss_memory: int | str | None = None,
     time_limit: float | None = None,
     solver: str = "auto",
     cache: bool | str | os.PathLike[str] | None = True,
     compile: bool = False,
 ) -> PlanOptions:
     """The options as users give them to ``Rockmate``, ``attach`` and the backend of ``torch.compile``."""
-    return PlanOptions(costs, loss_memory, checked_limit(time_limit), solver, disk_of(cache), compile)
+    return PlanOptions(costs, checked_loss(loss_memory), checked_limit(time_limit), solver, disk_of(cache), compile)
 
 
 def checked_limit(time_limit: float | None) -> float:
@@ -66,6 +66,11 @@ def checked_loss(loss_memory: Any) -> int | None:
     """Bytes; None for the usual room."""
     if loss_memory is None:
         return None
+    if isinstance(loss_memory, str):
+        return parse_bytes(loss_memory, "room for the loss (loss_memory)")
     if isinstance(loss_memory, bool) or not isinstance(loss_memory, Integral) or loss_memory < 0:
-        raise InputError(f"loss_memory={loss_memory!r}: give whole bytes, 0 or more, or None for the usual room")
+        raise InputError(
+            f'loss_memory={loss_memory!r}: give whole bytes, 0 or more, or text such as "200 MiB", or None for the '
+            "usual room"
+        )
     return int(loss_memory)

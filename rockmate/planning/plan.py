@@ -6,12 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from rkgb.blocks.fingerprint import describe_inputs
 from rkgb.device.allocator import Allocator
 from rkgb.Ktools import K_graph
 from rockmate.budget import show_bytes
+from rockmate.errors import PlanError
 from rockmate.planning.artefact import PlanFields, write_plan
 from rockmate.planning.kept import LOADED
 from rockmate.planning.problem import clocks_of
@@ -131,6 +132,19 @@ class Plan(PlanFields):
     def clocks(self) -> Clocks | None:
         """A step of the device, and of the host that launches what it runs; None where nobody has timed launches."""
         return clocks_of(self.graph, self.schedule)
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        """Itself, as nothing in it changes."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A plan is saved for its model, without which its graph means nothing."""
+        raise PlanError(
+            "a plan is not pickled: plan.save(path) writes it, and Rockmate(model, sample, plan=path) runs it"
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; ``Rockmate(model, sample, plan=path)`` runs it, here or on another machine.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from models import randn
 from torch import nn
 
 from rockmate import (
+    BudgetError,
     BudgetWarning,
     InputError,
     MeasureError,
@@ -32,6 +34,7 @@ from rockmate import (
 from rockmate.calls import others
 from rockmate.calls.capture import Capture
 from rockmate.demo.gpt import GPT
+from rockmate.planning.plan import Plan
 
 X = randn(256, 32, seed=1)
 
@@ -46,7 +49,8 @@ def net() -> nn.Sequential:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"costs": "nonsense"}, "costs='nonsense': choose \"measured\""),
     ({"loss_memory": -1}, "loss_memory=-1: give whole bytes"),
-    ({"loss_memory": "abc"}, "loss_memory='abc': give whole bytes"),
+    ({"loss_memory": "abc"}, "the room for the loss .loss_memory. 'abc' is no amount of memory: give bytes"),
+    ({"loss_memory": "60%"}, "the room for the loss .loss_memory. '60%' is a share, and nothing says of what"),
     ({"on_infeasible": "x"}, "on_infeasible='x': give \"error\""),
     ({"progress": "x"}, "progress='x': give True"),
     ({"time_limit": "x"}, "time_limit='x': give a positive number"),
@@ -67,6 +71,44 @@ def test_arguments_are_refused_when_they_are_given(options: dict[str, Any], mess
         compiled = torch.compile(model, backend="rockmate", options={"budget": "1 MiB", **options})
         with pytest.raises(Exception, match=message):
             compiled(X)
+
+
+def test_the_room_for_the_loss_may_be_text() -> None:
+    plans = [Rockmate(net(), X, "90%", costs="flops", loss_memory=room).plan for room in ("64 KiB", 64 * 1024)]
+    assert plans[0].room == plans[1].room
+
+
+def test_what_comes_before_the_budget() -> None:
+    with pytest.raises(InputError, match=r"the sample comes before the budget: Rockmate\(model, sample, budget\)"):
+        Rockmate(net(), "60%", X)  # type: ignore[arg-type]
+    model = net()
+    with pytest.raises(InputError, match="the Sequential is in the list more than once: give each module once"):
+        attach([model, model], "60%")
+    for budget, meant in (("60", '"60 GiB" or "60%"'), (8, '"8 GiB"'), (0.6, '"0.6 GiB" or "60%"')):
+        with pytest.raises(BudgetError, match=f"was {meant} meant"):
+            attach(model, budget)
+
+
+def test_a_plan_is_saved_and_not_pickled() -> None:
+    plan = Rockmate(net(), X, "90%", costs="flops").plan
+    with pytest.raises(PlanError, match=r"a plan is not pickled: plan.save\(path\) writes it"):
+        torch.save(plan, io.BytesIO())
+    assert copy.copy(plan) is copy.deepcopy(plan) is plan
+
+
+def test_numpy_arrays_are_called_as_they_are_given() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, rows: Any) -> torch.Tensor:
+            result: torch.Tensor = self.net(torch.from_numpy(rows))
+            return result
+
+    plan = Rockmate(Takes(), X.numpy(), "90%", costs="flops").plan
+    assert isinstance(plan, Plan)
+    assert plan.call == ("rows float32[256, 32]", "train")
 
 
 def test_unknown_options_of_the_backend() -> None:
