@@ -96,7 +96,8 @@ class Checkpointable(nn.Module):
         flatten(model)  # refuses what is no sequence of layers
         self.mem_limit = None if mem_limit is None else parse_bytes(mem_limit)
         self.mem_slots = _int("mem_slots", mem_slots, *_SLOTS)
-        self.verbosity, self.preserve_rng_state = verbosity, preserve_rng_state
+        self.verbosity = _int("verbosity", verbosity, 0, "0 says nothing, 1 what is planned, 2 every operation")
+        self.preserve_rng_state = preserve_rng_state
         self.loss_tmp_memory_usage = _int("loss_tmp_memory_usage", loss_tmp_memory_usage, 0, "bytes cannot be negative")
         self.costs, self.algo = costs, "persistent"
         self.chain: Chain | None = None

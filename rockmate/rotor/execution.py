@@ -171,7 +171,8 @@ class CheckpointOptim(torch.autograd.Function):
     draws the same random numbers. ``arg``: one tensor, or several, which the first stage gets as a tuple.
 
     It returns the output of the last stage in the autograd graph of eager mode, for programs that bring their own
-    sequence. Raises ``ValueError`` for operations in an order that cannot run, ``AttributeError`` for what is none.
+    sequence. Raises ``ValueError`` for operations in an order that cannot run and for too few names, ``AttributeError``
+    for what is no operation.
     """
 
     @classmethod
@@ -189,5 +190,7 @@ class CheckpointOptim(torch.autograd.Function):
             if not isinstance(operation, Operation):
                 raise AttributeError(f"{operation!r} is no operation of a sequence (Fn, Fck, Fe, B, Loss)")
         check_order(len(functions), operations)
+        if names and len(names) != len(functions):
+            raise ValueError(f"there are {len(functions)} functions and {len(names)} names: give each a name, or None")
         layers = [*map(Moment, functions)]
         return Call(layers, operations, names, preserve_rng_state).forward(arg[0] if len(arg) == 1 else arg)

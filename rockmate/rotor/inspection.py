@@ -129,7 +129,7 @@ class Probe:
         """Run the stage for the first time. Raise ``InputError`` if it changes its input in place, draws from
         generators that are not torch's, or returns what ``check_tensors`` refuses.
         """
-        kind, outputs = kind_of(self.device), list[Any]()
+        kind, outputs, before = kind_of(self.device), list[Any](), Moment(self.function)
         x = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.x)
         versions = versions_of(tensor_leaves(x))
 
@@ -143,6 +143,13 @@ class Probe:
             kind.first_use(run, self.device)
         if versions != versions_of(tensor_leaves(x)):
             raise InputError(in_place_message(layer))
+        now = dict(zip(before.owned, versions_of(before.owned.values()), strict=True))
+        then = dict(zip(before.owned, before.versions, strict=True))
+        if name := next((k for k in before.parameters if now[k] != then[k]), ""):
+            raise InputError(
+                f"{layer} changes its parameter {name} in place, as an Embedding with max_norm= does, so it cannot run "
+                "again from it. Leave it out of the Checkpointable"
+            )
         if drawn and self.preserve_rng_state:
             raise InputError(f"{layer} {DRAWS_OTHERS.format(drawn[0])}")
         if self.preserve_rng_state and isinstance(self.function, torch.nn.Module):
@@ -197,7 +204,7 @@ class Probe:
         self.drop_gradients()
         for source, state in self.states.items():
             set_random_state(source, state)  # all runs take one path
-        x = tapped(self.x, self.anchor, collect)
+        x = tapped(detached(self.x), self.anchor, collect)  # the probe's own has the hooks that other runs gave it
         with self.moment.again(self.leaves):
             return tensor_leaves(self.function(x))
 

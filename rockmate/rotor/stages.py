@@ -52,6 +52,8 @@ class Slot:
         What was taken before is given again while it is alive: a custom function may read a saved tensor twice.
         """
         stage, index = self.stage, self.index
+        if not stage.taken:
+            raise RuntimeError(BACKWARD_INSIDE)
         t = stage.slots[index]
         if t is None and (taken := stage.taken[index]) is not None:
             t = taken()
@@ -184,8 +186,8 @@ class Stage:
         return None if self.stopped else detached(output)
 
     def clear(self) -> None:
-        """Release what the slots hold."""
-        self.slots = [None] * len(self.slots)
+        """Release what the slots hold: in the list itself, which the hooks in the graph hold, too."""
+        self.slots[:] = [None] * len(self.slots)
 
     def release_states(self) -> None:
         """Release random states and buffers of the first run: the last recompute is done."""
@@ -198,6 +200,9 @@ class Stage:
             "are gone: they go with the first backward. Call forward again instead of using retain_graph"
         )
 
+
+BACKWARD_INSIDE = "it calls backward, or torch.autograd.grad, within its forward"
+"""Why a stage cannot run without what autograd saves in it."""
 
 _EARLY = "RreluWithNoiseBackward"
 """Autograd's name of an operation that saves a tensor before it fills it."""
@@ -214,7 +219,7 @@ def _unpack(packed: Slot | Fixed) -> torch.Tensor:
 
 
 def _lost(_: None) -> torch.Tensor:
-    raise RuntimeError("the graph of a recompute has no backward: a layer called backward within its forward")
+    raise RuntimeError(BACKWARD_INSIDE)
 
 
 def other_tensors_message(name: str, how: str) -> str:

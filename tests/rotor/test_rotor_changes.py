@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rockmate import BudgetWarning, InfeasibleBudgetError, InputError, measure_peak, rotor
 from rockmate.rotor.models.utils import AtomicSequential
+from solvers.rotor.ops import Sequence
 
 
 def model(width: int = 32) -> nn.Sequential:
@@ -454,6 +455,8 @@ def test_layers_of_torchscript_are_refused() -> None:
 def test_numbers_that_are_none(wrong: Any) -> None:
     with pytest.raises(InputError, match=r"mem_slots is .*: give a whole number"):
         rotor.Checkpointable(model(), mem_slots=wrong)
+    with pytest.raises(InputError, match=r"verbosity is 'a': give a whole number"):
+        rotor.Checkpointable(nn.Sequential(nn.Linear(4, 4)), verbosity="a")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"loss_tmp_memory_usage is .*: give a whole number"):
         rotor.Checkpointable(model(), loss_tmp_memory_usage=wrong)
     with pytest.raises(InputError, match=r"loss_tmp_memory_usage is -1: bytes cannot be negative"):
@@ -944,3 +947,30 @@ def test_weights_that_a_hook_computes_anew_count() -> None:
     chk = least(m, sample)
     for _ in range(2):
         assert_in_limit(chk, lambda: chk(sample).square().mean().backward())
+
+
+class Inner(nn.Module):
+    """Takes a gradient within its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            return x + torch.autograd.grad(torch.tanh(y).sum(), y)[0]
+
+
+def test_layers_that_cannot_run_again_are_refused_by_what_they_do() -> None:
+    ids, x = torch.randint(0, 50, (32,)), torch.randn(32, 16)
+    bounded = nn.Sequential(nn.Embedding(50, 16, max_norm=0.1), nn.Linear(16, 16))
+    with pytest.raises(InputError, match=r"layer 0 \(0\) changes its parameter weight in place, as an Embedding with"):
+        rotor.Checkpointable(bounded, ids, "1 MiB")
+    with pytest.raises(
+        InputError, match=r"layer 1 \(1\) runs, but .* it calls backward, or torch.autograd.grad, within"
+    ):
+        rotor.Checkpointable(nn.Sequential(nn.Linear(16, 16), Inner()), x, "1 MiB")
+
+
+def test_each_function_has_a_name_or_none_has() -> None:
+    functions: list[Callable[..., Any]] = [nn.Linear(16, 16), torch.tanh]
+    operations = Sequence.parse("[Fck_0, Fe_1, Loss, B_1, Fe_0, B_0]")
+    with pytest.raises(ValueError, match="there are 2 functions and 1 names"):
+        rotor.CheckpointOptim.apply(functions, operations, ["one"], True, torch.randn(4, 16))
