@@ -212,3 +212,22 @@ def test_a_result_whose_gradient_never_comes(part: float) -> None:
 
     step()
     assert measure_peak(step, "cpu") == rk.plan.predicted_peak <= budget
+
+
+def test_a_profiler_that_warms_up_goes_on_behind_the_planning() -> None:
+    """Its session was prepared: torch crashed where it began, after planning had ended it."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6))), torch.randn(64, 16)
+    traces: list[int] = []
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=2, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=lambda p: traces.append(len(p.events()))) as profiler:
+        handle = rockmate.attach(model, "90%", costs="flops")
+        for _ in range(3):
+            model(x).sum().backward()
+            profiler.step()
+    assert handle.plan is not None
+    assert len(traces) == 1
+    assert traces[0] > 0
+    with torch.profiler.profile() as profiler:
+        model(x).sum().backward()
+    assert profiler.events()

@@ -6,9 +6,11 @@ The profiler does not report the release of a block that was allocated before th
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
+import torch.autograd.profiler
 from torch.autograd.profiler import profile
 
 from rkgb.device.kind import Moment, Timeline
@@ -25,6 +27,39 @@ def _mark(name: str = _MARK) -> None:
         return
 
 
+class _WarmUp:
+    """A session of the user's that was prepared and has not begun, as ``torch.profiler.schedule`` has them. If another
+    one begins meanwhile, torch crashes: so it is ended before, and prepared again behind the other one.
+    """
+
+    def __init__(self) -> None:
+        """From now on, what torch's profilers call is noted."""
+        module: Any = torch.autograd.profiler
+        self._prepares, self._begins = module._prepare_profiler, module._enable_profiler
+        self._ends = module._disable_profiler
+        self._waiting: partial[None] | None = None
+        module._prepare_profiler, module._enable_profiler = self._prepared, self._begun
+
+    def _prepared(self, *args: Any, **kwargs: Any) -> None:
+        self._waiting = partial(self._prepared, *args, **kwargs)
+        self._prepares(*args, **kwargs)
+
+    def _begun(self, *args: Any, **kwargs: Any) -> None:
+        self._waiting = None
+        self._begins(*args, **kwargs)
+
+    def end(self) -> Callable[[], None]:
+        """End the session that waits, if there is one; what prepares it again."""
+        if (waiting := self._waiting) is None:
+            return lambda: None
+        self._begun(*waiting.args)
+        self._ends()
+        return waiting
+
+
+_WARM_UP = _WarmUp()
+
+
 class ProfiledTimeline(Timeline):
     """A timeline by a profiler session.
 
@@ -32,7 +67,7 @@ class ProfiledTimeline(Timeline):
     """
 
     def __init__(self) -> None:
-        self.marks = 0
+        self.marks, self.prepare_again = 0, _WARM_UP.end()
         self.session = profile(use_cpu=True, profile_memory=True)
         self.session.__enter__()
 
@@ -49,6 +84,7 @@ class ProfiledTimeline(Timeline):
 
     def close(self) -> list[Moment] | None:
         self.session.__exit__(None, None, None)
+        self.prepare_again()
         moments = _moments(events(self.session))
         return moments if len(moments) == self.marks else None
 
