@@ -15,6 +15,9 @@ from rockmate.tell import LOG, be_heard
 
 T = TypeVar("T")
 
+MOST_RUNS = 4
+"""Times that what is measured runs before, at most, so that its calls have plans."""
+
 
 def measure_peak(
     function: Callable[[], Any], device: torch.device | str | torch.nn.Module | None = None, *, reserved: bool = False
@@ -74,17 +77,21 @@ def _measured_step(step: Callable[[], Any], device: torch.device | str | None) -
 
 
 def _planned_first(function: Callable[[], Any], measured: Callable[[], T]) -> T:
-    """What is ``measured`` of ``function``, which runs as it is before if a plan has to be made for it."""
-    try:
-        return measured()
-    except PlanWanted:
-        pass  # out of it, so that no frame of the broken step holds tensors
-    be_heard()
-    LOG.info(
-        "what is measured calls the model in a way that has no plan yet, and planning takes memory itself: it runs "
-        "once to be planned, then again to be measured"
-    )
-    function()
+    """What is ``measured`` of ``function``, which runs as it is before if a plan has to be made for it.
+
+    That may take more than one run: one to see that the budget binds, the next to be planned.
+    """
+    for _ in range(MOST_RUNS):
+        try:
+            return measured()
+        except PlanWanted:
+            pass  # out of it, so that no frame of the broken step holds tensors
+        be_heard()
+        LOG.info(
+            "what is measured calls the model in a way that has no plan yet, and planning takes memory itself: it runs "
+            "once to be planned, then again to be measured"
+        )
+        function()
     try:
         return measured()
     except PlanWanted as error:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkgb.cost.memory import refuse_within_measurements
 from rkgb.errors import GraphError, MeasureError
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
@@ -61,7 +62,10 @@ class CapturedCalls(Calls):
                     self.front.last = self
                 raise Planned
             if fits:
-                measured = self.freely.is_measured(self.freely.is_known(kind, made))
+                known = self.freely.is_known(kind, made)
+                measured = self.freely.is_measured(known)
+                if measured and not known:
+                    refuse_within_measurements()  # it runs once as it is, to be looked at, and is measured afterwards
                 run = self.freely.run_measured if measured else self.freely.run
                 return run(kind, partial(self._without_plan, arguments))
             try:
@@ -104,7 +108,7 @@ class CapturedCalls(Calls):
             return False
         if not self.freely.is_known(kind, made):
             budget = self.terms.bytes_known(device_of(arguments))
-            if budget is None:
+            if budget is None or self.front.has_exceeded():
                 return False
             extent = self.freely.extents.get(kind)
             if extent is None:

@@ -76,6 +76,10 @@ class Front:
     def note_free_call(self) -> None:
         """The call that this thread is in needs no plan, as far as it is known."""
 
+    def has_exceeded(self) -> bool:
+        """Whether a step of such a call as this thread is in has taken more than the budget, without a plan."""
+        return False
+
     def say_checkpoints(self, stay: bool = False) -> None:
         """Say once that the model checkpoints itself. ``stay``: parts that do so still do."""
         if stay not in self.said_checkpoints:

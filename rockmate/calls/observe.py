@@ -86,8 +86,11 @@ class Observer:
         return seen_room(self._peak, self._kept, kind_of(self.device).scalars, self._outputs)
 
     def as_seen_by(self, other: Observer, room: Room) -> None:
-        """Calls of the same graph at another size were seen; their loss took what is now ``room``."""
-        if other.usage is None or other.unsure:
+        """Calls of the same graph at another size were seen; their loss took what is now ``room``.
+
+        Where no plan was made for what was seen, ``room`` is not for that: these calls are looked at themselves.
+        """
+        if other.usage is None or other.unsure or other.news or other.refused is not None:
             return
         self.usage, self._known, self._look = other.usage, set(other._known), False
         if room.outputs is not None:

@@ -19,7 +19,7 @@ from rkgb.probe.contexts import next_number
 from rkgb.sample import Call
 from rkgb.warn import warn
 from rockmate.budget import show_bytes
-from rockmate.calls.free import MOST_KINDS, Extent, FreeCalls
+from rockmate.calls.free import MOST_KINDS, Extent, FreeCalls, FreeLook
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.surroundings import modes_again
@@ -54,11 +54,22 @@ class RoomyCalls(FreeCalls):
         super().__init__(front, FAR)
         self._nodes: Counter[Hashable] = Counter()  # that autograd recorded in calls that were measured, by kinds
         self._planned: set[Hashable] = set()  # calls that are none, and stay so under this budget
+        self._exceeded: set[Hashable] = set()  # calls whose steps took more than the budget
 
     def clear(self) -> None:
         super().clear()
         self._nodes.clear()
         self._planned.clear()
+        self._exceeded.clear()
+
+    def judge(self, look: FreeLook, peak: int) -> None:
+        super().judge(look, peak)
+        if peak > look.budget:
+            self._exceeded.add(look.kind[0])  # type: ignore[index]
+
+    def has_exceeded(self, model: torch.nn.Module, call: Call) -> bool:
+        """Whether a step of such a ``call`` took more than the budget."""
+        return bool(self._exceeded) and (call_key(call.leaves, call.spec), model.training) in self._exceeded
 
     def kind(self, model: torch.nn.Module, call: Call) -> Hashable | None:
         """The kind of a call that may take far less than the budget; None for all others."""

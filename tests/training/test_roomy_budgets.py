@@ -15,7 +15,7 @@ from models import randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rockmate import Attachment, BudgetWarning, attach, measure_peak
+from rockmate import Attachment, BudgetWarning, InfeasibleBudgetError, attach, measure_peak
 from rockmate.calls.free import FreeCalls
 
 GIB = 2**30
@@ -341,3 +341,75 @@ def test_steps_that_fit_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> N
     for k in range(1, 10):  # noqa: B007 - read above
         step(model, x)
     assert measured == [1, 2, 3, 5, 9]
+
+
+class Counts(nn.Module):
+    """Counts its calls, so that its second one is captured again."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)))
+        self.counts, self.calls = counts, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.counts
+        result: torch.Tensor = self.net(x)
+        return result
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("budget", ["60%", "10 MiB"])
+def test_a_loss_that_no_plan_fits_is_refused_where_the_model_counts(counts: bool, budget: str) -> None:
+    """The plan of the second capture took the first one's loss for known, which no plan had fitted."""
+    model, x = Counts(counts), randn(1024, 64, seed=1)
+    attach(model, budget, costs="flops")
+
+    def contrast() -> None:
+        z = F.normalize(model(x), dim=1)
+        F.cross_entropy(z @ z.T / 0.1, (torch.arange(1024) + 512) % 1024).backward()
+
+    with warnings.catch_warnings(), pytest.raises(InfeasibleBudgetError, match="no plan fits a budget"):
+        warnings.simplefilter("ignore", BudgetWarning)
+        for _ in range(4):
+            contrast()
+
+
+class Carries(nn.Module):
+    """Begins without a hidden state, and is given its last one afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.lstm, self.head = (
+            nn.Embedding(50, 32),
+            nn.LSTM(32, 32, batch_first=True),
+            nn.Linear(32, 50),
+        )
+
+    def forward(self, x: torch.Tensor, h: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
+        y, h = self.lstm(self.embedding(x), h)
+        assert h is not None
+        return self.head(y), *h
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_step_that_exceeded_without_a_plan_is_planned_next(measured: bool) -> None:
+    """Its graph was taken to fit again; where its steps are measured, for ever."""
+    model, ids, h = Carries(), torch.randint(50, (64, 20)), None
+    attach(model, "60%", costs="flops")
+    states: list[tuple[torch.Tensor, ...]] = []
+
+    def train() -> None:
+        y, *state = model(ids, h)
+        F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
+        states.append(tuple(t.detach() for t in state))
+
+    exceeded = 0
+    with warnings.catch_warnings(record=True) as said, pytest.raises(InfeasibleBudgetError):
+        warnings.simplefilter("always")
+        for k in range(5):
+            measure_peak(train) if measured and k > 1 else train()
+            h = states[-1]
+            exceeded = sum("Later steps like it are planned" in str(w.message) for w in said)
+    assert exceeded == 1
