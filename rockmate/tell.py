@@ -10,10 +10,10 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 from rkgb.sample import Call
-from rkgb.trace.capture import current_mode
 from rockmate.budget import UNLIMITED, show_bytes
 from rockmate.calls.masks import without_padding
 from rockmate.calls.numbers import NUMBER
+from rockmate.planning.artefact import autocast_of_now
 from rockmate.planning.kept import LOADED
 from rockmate.planning.plan import Plan, line_of_call, some_of
 
@@ -58,7 +58,7 @@ def described(names: list[str], values: list[Any], training: bool | None) -> tup
         found.append("train" if training else "eval")
     if (full := without_padding()) is not None:
         found.append("padding none" if full else "padding some")
-    return *found, *(f"autocast {_short(dtype)}" for _, dtype in current_mode().autocast)
+    return *found, *autocast_of_now()
 
 
 def names_of(call: Call) -> list[str]:
