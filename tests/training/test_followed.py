@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import random
 import re
 import sys
@@ -23,6 +24,7 @@ import rockmate
 from rockmate import Rockmate, measure_peak
 from rockmate.follow import solving
 from rockmate.follow.plan import FollowedPlan, find_least
+from rockmate.follow.watch import Watch
 from solvers import InfeasibleError
 
 X = randn(512, 64, seed=0)
@@ -386,6 +388,36 @@ def test_the_frontier_of_a_model_is_that_of_its_rockmate_and_leaves_it_as_it_was
     rk = Rockmate(model, X, "100%", costs="flops")
     assert (found.min_budget, found.max_budget) == (rk.frontier().min_budget, rk.frontier().max_budget)
     assert 0 < found.min_budget < found.max_budget
+
+
+@pytest.mark.parametrize("kind", [Layers, OwnGenerator])
+def test_an_answer_says_nothing_of_trainings(kind: type[Layers], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "rockmate")
+    rockmate.frontier(kind(), X, costs="flops")
+    rockmate.estimate(kind(), X[:8], [16, 64])
+    assert not [r.getMessage() for r in caplog.records if r.name == "rockmate"]
+
+
+def test_after_a_plan_ahead_of_training_one_step_is_observed_and_nothing_solved_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searches, looks = [], []
+    found, look = solving.find, Watch.look
+    monkeypatch.setattr(solving, "find", lambda *args: searches.append(0) or found(*args))
+    monkeypatch.setattr(Watch, "look", lambda *args: looks.append(0) or look(*args))
+    model = OwnGenerator()
+    curve = rockmate.frontier(model, X, costs="flops")
+    searches.clear(), looks.clear()
+    rk = Rockmate(model, X, (curve.min_budget + curve.max_budget) // 2, costs="flops")
+    supposed = rk.plan
+    assert (len(searches), len(looks)) == (1, 1)
+    for _ in range(5):
+        rk(X).sum().backward()  # it takes less than was supposed
+        rk.zero_grad()
+    assert (len(searches), len(looks)) == (1, 2)
+    assert rk.plan.recomputed > 0
+    assert rk.plan.predicted_peak < supposed.predicted_peak
+    assert measure_peak(lambda: rk(X).sum().backward(), "cpu") == rk.plan.predicted_peak
 
 
 def test_the_least_memory_takes_no_longer_than_a_plan_for_that_budget_does() -> None:
