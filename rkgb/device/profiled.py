@@ -6,9 +6,11 @@ The profiler does not report the release of a block that was allocated before th
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.autograd.profiler import profile
 
 from rkgb.device.kind import Moment, Timeline
@@ -20,9 +22,22 @@ _MARK, _PAUSE, _RESUME = _MARKS = tuple(f"rockmate: {what}" for what in ("mark",
 """Events of these names mark moments among those of the allocator. They take no memory, and no dispatcher sees them."""
 
 
+_C: Any = torch._C
+
+
 def _mark(name: str = _MARK) -> None:
-    with torch._C._profiler._RecordFunctionFast(name):
-        return
+    _C._autograd._record_function_with_args_exit(_C._autograd._record_function_with_args_enter(name))
+
+
+class _OfMemory(profile):
+    """A session that records memory and marks: operations, which it does not, take longer than all else."""
+
+    def _start_trace(self) -> None:
+        self.entered = True
+        profiler._run_on_profiler_start()
+        scopes = {_C._profiler.RecordScope.USER_SCOPE}
+        _C._autograd._enable_profiler(self.config(create_trace_id=False), self.kineto_activities, scopes)
+        self.profiling_start_time_ns = time.perf_counter_ns()
 
 
 class ProfiledTimeline(Timeline):
@@ -33,7 +48,7 @@ class ProfiledTimeline(Timeline):
 
     def __init__(self) -> None:
         self.marks = 0
-        self.session = profile(use_cpu=True, profile_memory=True)
+        self.session = _OfMemory(use_cpu=True, profile_memory=True)
         self.session.__enter__()
 
     def mark(self) -> None:

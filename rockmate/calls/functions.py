@@ -84,7 +84,8 @@ def _without_unread_numbers(forward: fx.GraphModule, backward: fx.GraphModule) -
     for part in (first, second):
         _erase_unread(part, [n for n in part.graph.nodes if n.op.startswith("call")])
     end, inputs = first.graph.output_node(), second.graph.find_nodes(op="placeholder")
-    results, kept = end.args[0]  # type: ignore[misc]
+    ends: Any = end.args[0]
+    results, kept = ends
     saved = inputs[len(inputs) - len(kept) :]
     erased = _erase_unread(second, saved)
     end.args = ((results, tuple(x for x, p in zip(kept, saved, strict=True) if p not in erased)),)

@@ -124,8 +124,8 @@ class SavedPlan(PlanFields):
             return f"it is called with {', '.join(self.inputs)}, the sample is {', '.join(inputs)}"
         before, casts = ([w for w in call if w.startswith("autocast ")] for call in (self.call, autocast_of_now()))
         if before != casts:
-            made, now = (" and ".join(words) or "no autocast" for words in (before, casts))
-            return f"it was made under {made}, and is loaded under {now}"
+            made, loaded = (" and ".join(words) or "no autocast" for words in (before, casts))
+            return f"it was made under {made}, and is loaded under {loaded}"
         saved, now = [n.name for n in self.nodes], [n.label for n in s.nodes]
         if saved == now:
             own = dict.fromkeys(node.line for node in s.d.nodes if is_python(node))

@@ -500,6 +500,24 @@ def test_the_reason_names_what_is_not_captured_and_its_line(kind: type[Layers], 
     assert re.match(rf".*\b{named}\b.* at test_followed.py:\d+.*: \w+", handle.reason)
 
 
+class Masked(nn.Module):
+    def __init__(self, **causal: bool) -> None:
+        super().__init__()
+        self.inner, self.causal = nn.Transformer(16, 2, 1, 1, 32, batch_first=True), causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.inner(x, x, tgt_mask=mask, **self.causal)
+
+
+def test_the_reason_of_masks_that_torch_reads_says_which_argument_to_give() -> None:
+    x = randn(4, 12, 16, seed=0)
+    reason = Rockmate(Masked(), x, 2**30, costs="flops").reason
+    assert re.search(r"at test_followed.py:\d+: say whether each mask is causal", reason)
+    for causal in (True, False):
+        assert not Rockmate(Masked(tgt_is_causal=causal), x, 2**30, costs="flops").reason
+
+
 def test_the_least_budget_that_a_sample_states_holds_in_training() -> None:
     """It was one of steps that find gradients there, as the first step on the sample had made them."""
     with pytest.raises(rockmate.InfeasibleBudgetError) as error:
