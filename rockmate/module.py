@@ -329,7 +329,8 @@ def frontier(
 ) -> Frontier:
     """Time against memory for ``model``: ``min_budget``, ``max_budget`` (no recomputation), and ``points``.
 
-    Each point is (budget in bytes, predicted overhead as a fraction of the eager step).
+    Each point is (budget in bytes, predicted overhead as a fraction of the eager step). Of the loss nothing is known
+    but ``loss_memory``: after a step under a plan, ``frontier`` of the handle or the ``Rockmate`` has what it took.
 
     Args:
         model: Any module whose tensors lie on one device.

@@ -10,14 +10,18 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 from rkgb.sample import Call
-from rkgb.trace.capture import current_mode
-from rockmate.budget import UNLIMITED, show_bytes
+from rockmate.budget import show_bytes
 from rockmate.calls.masks import without_padding
 from rockmate.calls.numbers import NUMBER
+from rockmate.planning.artefact import autocast_of_now
 from rockmate.planning.kept import LOADED
 from rockmate.planning.plan import Plan, line_of_call, some_of
 
 LOG = logging.getLogger("rockmate")
+
+SILENT = logging.Logger("rockmate")
+"""Takes the lines of who plans for an answer, and not for a training."""
+SILENT.disabled = True
 
 MANY = 4
 """From this plan on, the line says what to do about it."""
@@ -58,7 +62,7 @@ def described(names: list[str], values: list[Any], training: bool | None) -> tup
         found.append("train" if training else "eval")
     if (full := without_padding()) is not None:
         found.append("padding none" if full else "padding some")
-    return *found, *(f"autocast {_short(dtype)}" for _, dtype in current_mode().autocast)
+    return *found, *autocast_of_now()
 
 
 def names_of(call: Call) -> list[str]:
@@ -85,18 +89,22 @@ def _short(dtype: torch.dtype) -> str:
 
 def planned_line(what: str, call: tuple[str, ...], plan: Plan, number: int, before: tuple[str, ...] | None) -> str:
     """What is said of plan ``number`` of the model ``what``. ``before``: the call that the plan before is for."""
-    budget = "no budget" if plan.budget == UNLIMITED else f"budget {show_bytes(plan.budget)}"
     line = (
         f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s{_loaded(plan)} for {line_of_call(call)}: "
-        f"predicted peak {show_bytes(plan.predicted_peak)}, {budget}, "
+        f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
         f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
     )
     if before is not None:
         line += f"; {_difference(before, call)}"
     if number >= MANY:
-        pad = "" if before == call else "pad inputs to a few shapes, and "
+        pad = "" if before is None or shapes_of(before) == shapes_of(call) else "pad inputs to a few shapes, and "
         line += f". This is plan {number}: {pad}keep what changes at every step in tensors"
     return line
+
+
+def shapes_of(call: tuple[str, ...]) -> list[str]:
+    """Of what is said of a call, what is said of tensors."""
+    return [words for words in call if "[" in words.partition(" ")[2]]
 
 
 def costly(overhead: float) -> str:

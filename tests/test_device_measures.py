@@ -23,6 +23,7 @@ from rkgb.cost.node import times_by
 from rkgb.cost.piece import backward_memory
 from rkgb.device import KINDS, Cpu, Cuda, device_in_use
 from rkgb.device.kind import Moment, Timeline
+from rkgb.device.profiled import ProfiledTimeline
 from rkgb.errors import MeasureError
 from rkgb.pipeline import make_all_graphs
 from rockmate import Rockmate
@@ -497,3 +498,21 @@ def test_the_warm_up_multiplies_matrices_in_both_threads(monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.cuda.device", lambda device: torch.no_grad())
     Cuda().warm_up(torch.device("cpu"))
     assert where == [False, True]
+
+
+def test_a_timeline_records_nothing_but_memory_and_marks() -> None:
+    """Operations would take most of the time that a step takes while it is observed."""
+    timeline = ProfiledTimeline()
+    timeline.mark()
+    randn(64, 64, seed=0).requires_grad_().exp().sum().backward()
+    timeline.mark()
+    moments = timeline.close()
+    left = list(timeline.session.kineto_results.experimental_event_tree())
+    names = []
+    while left:
+        event = left.pop()
+        names.append(event.name)
+        left.extend(event.children)
+    assert names.count("rockmate: mark") == 2
+    assert set(names) == {"rockmate: mark", "[memory]"}
+    assert moments is not None and moments[0].peak >= 64 * 64 * 4

@@ -6,11 +6,13 @@ The profiler does not report the release of a block that was allocated before th
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.autograd.profiler
+import torch
+from torch.autograd import profiler
 from torch.autograd.profiler import profile
 
 from rkgb.device.kind import Moment, Timeline
@@ -22,9 +24,11 @@ _MARK, _PAUSE, _RESUME = _MARKS = tuple(f"rockmate: {what}" for what in ("mark",
 """Events of these names mark moments among those of the allocator. They take no memory, and no dispatcher sees them."""
 
 
+_C: Any = torch._C
+
+
 def _mark(name: str = _MARK) -> None:
-    with torch._C._profiler._RecordFunctionFast(name):
-        return
+    _C._autograd._record_function_with_args_exit(_C._autograd._record_function_with_args_enter(name))
 
 
 class _WarmUp:
@@ -34,17 +38,17 @@ class _WarmUp:
 
     def __init__(self) -> None:
         """From now on, what torch's profilers call is noted."""
-        module: Any = torch.autograd.profiler
+        module: Any = profiler
         self._prepares, self._begins = module._prepare_profiler, module._enable_profiler
         self._ends = module._disable_profiler
         self._waiting: partial[None] | None = None
-        module._prepare_profiler, module._enable_profiler = self._prepared, self._begun
+        module._prepare_profiler, module._enable_profiler = self.prepare, self.begin
 
-    def _prepared(self, *args: Any, **kwargs: Any) -> None:
-        self._waiting = partial(self._prepared, *args, **kwargs)
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        self._waiting = partial(self.prepare, *args, **kwargs)
         self._prepares(*args, **kwargs)
 
-    def _begun(self, *args: Any, **kwargs: Any) -> None:
+    def begin(self, *args: Any, **kwargs: Any) -> None:
         self._waiting = None
         self._begins(*args, **kwargs)
 
@@ -52,12 +56,23 @@ class _WarmUp:
         """End the session that waits, if there is one; what prepares it again."""
         if (waiting := self._waiting) is None:
             return lambda: None
-        self._begun(*waiting.args)
+        self.begin(*waiting.args)
         self._ends()
         return waiting
 
 
 _WARM_UP = _WarmUp()
+
+
+class _OfMemory(profile):
+    """A session that records memory and marks: operations, which it does not, take longer than all else."""
+
+    def _start_trace(self) -> None:
+        self.entered = True
+        profiler._run_on_profiler_start()
+        scopes = {_C._profiler.RecordScope.USER_SCOPE}
+        _WARM_UP.begin(self.config(create_trace_id=False), self.kineto_activities, scopes)
+        self.profiling_start_time_ns = time.perf_counter_ns()
 
 
 class ProfiledTimeline(Timeline):
@@ -68,7 +83,7 @@ class ProfiledTimeline(Timeline):
 
     def __init__(self) -> None:
         self.marks, self.prepare_again = 0, _WARM_UP.end()
-        self.session = profile(use_cpu=True, profile_memory=True)
+        self.session = _OfMemory(use_cpu=True, profile_memory=True)
         self.session.__enter__()
 
     def mark(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rkgb.graphs import Facts, Node, Ref, S_graph, Source, Value
+from rkgb.probe.operations import is_python
 
 
 def skeleton(s: S_graph) -> Hashable:
@@ -32,8 +33,8 @@ def skeleton(s: S_graph) -> Hashable:
 
 
 def _operation(node: Node) -> Hashable:
-    sized = sized_arguments(node.op)
-    arguments = tuple(_frozen(a, k in sized) for k, a in enumerate(node.args))
+    sized, own = sized_arguments(node.op), is_python(node)
+    arguments = tuple(_frozen(a, k in sized or (own and type(a) is int)) for k, a in enumerate(node.args))
     keywords = tuple((name, _frozen(a, name in sized)) for name, a in node.kwargs)
     op: Hashable = node.op if isinstance(node.op, torch._ops.OpOverload) else str(node.op)
     return op, node.name, arguments, keywords, node.outputs, node.several, node.mode

@@ -47,7 +47,7 @@ from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import gets_sizes
 from rockmate.planning.prepare import NOTHING_COMPUTED, cannot_be_called
 from rockmate.planning.wrappers import OwnCall, compiled_parts
-from rockmate.tell import LOG, described
+from rockmate.tell import described
 from solvers.interrupts import Heeded
 
 _SWITCHED_OFF = (
@@ -204,9 +204,9 @@ class Attachment(Handle, OwnCall):
                 self._failing.add(self._kind_of(self.inside.call))
             raise
         self._capture.clear()
-        LOG.info("%s is followed operation by operation: %s", self.name, self.reason)
+        self.log.info("%s is followed operation by operation: %s", self.name, self.reason)
         if self.terms.options.compile:
-            LOG.info("%s runs eager kernels: pieces are compiled where a call is captured", self.name)
+            self.log.info("%s runs eager kernels: pieces are compiled where a call is captured", self.name)
         return result
 
     def _rehearse(self, model: torch.nn.Module, call: Call, why: str) -> None:

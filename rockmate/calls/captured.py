@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from rkgb.graphs import Source
-from rkgb.probe.skeleton import content
 from rkgb.trace.lines import line_of_trace, told
-from rockmate.calls.numbers import without_rates
+from rockmate.calls.functions import Function
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _STEPS = re.compile(rf"[LG]\['\w+'\](?:{_STEP.pattern})+")
@@ -225,12 +222,6 @@ def _data_of(t: torch.Tensor) -> torch.Tensor:
     return t.data
 
 
-def _read_within(program: fx.GraphModule) -> tuple[Hashable, ...]:
-    """What a program reads that is no input."""
-    read = [attrgetter(str(n.target))(program) for n in program.graph.find_nodes(op="get_attr")]
-    return tuple((x.code, _read_within(x)) if isinstance(x, fx.GraphModule) else content(x) for x in read)
-
-
 class Checkpointed(torch.nn.Module):
     """The body of a checkpoint."""
 
@@ -240,52 +231,6 @@ class Checkpointed(torch.nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         return _run(self.body, arguments)
-
-
-class Function(torch.nn.Module):
-    """An ``autograd.Function`` whose two parts were captured; what its forward keeps is saved by autograd."""
-
-    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, marks: dict[str, Any]) -> None:
-        super().__init__()
-        self.parts = (forward, backward)
-        self.dirty = frozenset(marks.get("dirty_idx") or ())
-        self.without_gradient = frozenset(marks.get("non_differentiable_idx") or ())
-
-    def __repr__(self) -> str:
-        """Nodes that call functions count as equal where these print alike: but for numbers that tensors are multiplied
-        by, or the like, which change no memory and no time.
-        """
-        parts = [(without_rates(part), _read_within(part)) for part in self.parts]
-        marks = sorted(self.dirty), sorted(self.without_gradient)
-        return f"Function({hashlib.sha256(repr((parts, marks)).encode()).hexdigest()[:16]})"
-
-    def forward(self, *arguments: Any) -> Any:
-        return _Applied.apply(self, *arguments)
-
-
-class _Applied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, function: Function, *arguments: Any) -> Any:
-        output, kept = function.parts[0].forward(*arguments)  # no hooks of modules, as of FlopCounterMode
-        several = output if isinstance(output, (tuple, list)) else (output,)
-        if function.dirty:
-            ctx.mark_dirty(*(several[k] for k in function.dirty))
-        if function.without_gradient:
-            ctx.mark_non_differentiable(*(several[k] for k in function.without_gradient))
-        ctx.function = function
-        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in kept]
-        ctx.places = [k for k, x in enumerate(kept) if isinstance(x, torch.Tensor)]
-        ctx.save_for_backward(*(kept[k] for k in ctx.places))
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        kept = list(ctx.others)
-        for k, t in zip(ctx.places, ctx.saved_tensors, strict=True):
-            kept[k] = t
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # it ends with gradients on: sums would take new memory
-            found = ctx.function.parts[1].forward(*gradients, *kept)
-        return (None, *(found if isinstance(found, (tuple, list)) else (found,)))
 
 
 _EXACT = frozenset(

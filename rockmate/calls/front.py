@@ -24,7 +24,7 @@ from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.finder import CARRIED
 from rockmate.planning.plan import Plan, line_of_call
 from rockmate.planning.planner import lacks_gradient
-from rockmate.tell import LOG, costly, described, planned_line
+from rockmate.tell import LOG, costly, described, planned_line, shapes_of
 
 _MANY = (2, 32, 128, 512)
 """Other sizes than the first one, or numbers, at which it is said what to do about them."""
@@ -58,6 +58,7 @@ class Front:
 
     def __init__(self, name: str, terms: Terms) -> None:
         self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()
+        self.log = LOG  # what is said
         self.pieces: dict[Hashable, Piece] = {}  # by their identity: code that is compiled once
         self.last: Any = None
         self.ran_freely = False  # the last call needed no plan
@@ -85,7 +86,7 @@ class Front:
         if stay not in self.said_checkpoints:
             self.said_checkpoints.add(stay)
             said = "checkpoints parts of itself (torch.utils.checkpoint, gradient_checkpointing_enable())"
-            LOG.info("%s %s. %s", self.name, said, _STAY if stay else _AS_IF_NOT)
+            self.log.info("%s %s. %s", self.name, said, _STAY if stay else _AS_IF_NOT)
 
     @property
     def known_model(self) -> torch.nn.Module | None:
@@ -145,7 +146,7 @@ class Front:
 
     def _say(self, text: str, seconds: float = inf) -> None:
         """Log ``text``, which is news where it took long."""
-        LOG.log(logging.INFO if seconds > LONG else logging.DEBUG, "%s: %s", self.name, text)
+        self.log.log(logging.INFO if seconds > LONG else logging.DEBUG, "%s: %s", self.name, text)
 
     def tell(self, runnable: Runnable, kind: tuple[Hashable, Hashable]) -> None:
         """Say that a plan was made. ``kind``: the graph, and what it is given."""
@@ -157,7 +158,7 @@ class Front:
             self._say(f"the plan is carried over in {seconds:.1f} s to {line_of_call(plan.call)}{capture}", seconds)
         else:
             self._made += runnable.planner.saved is None
-            LOG.info("%s", planned_line(self.name, plan.call, plan, self._made, self._before))
+            self.log.info("%s", planned_line(self.name, plan.call, plan, self._made, self._before))
             self._before = plan.call
         self._tell_others(plan.call, *kind)
 
@@ -168,10 +169,11 @@ class Front:
         self._came.setdefault(call, {}).setdefault(graph, set()).add(given)
         before, self._others = self._others, sum(max(map(len, by.values())) for by in self._came.values()) - 1
         if self._others > before and self._others in _MANY:
+            several = len({(*shapes_of(said),) for said in self._came}) > 1
+            sizes = "give a call of the largest size (sample=), pad inputs to fewer lengths, and " * several
             self._say(
-                f"{self._others} other sizes, or numbers that its Python has, have come so far, and the first step of "
-                "each takes longer: give a call of the largest size (sample=), pad inputs to fewer lengths, and keep "
-                "numbers that change at every step in tensors"
+                f"{self._others} other {'sizes, or ' * several}numbers that its Python has, have come so far, and the "
+                f"first step of each takes longer: {sizes}keep numbers that change at every step in tensors"
             )
 
     def timed(self, plan: Plan) -> Callable[[int, int], None] | None:

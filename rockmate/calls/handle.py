@@ -35,6 +35,7 @@ from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planner
 from rockmate.planning.wrappers import take_call
+from rockmate.tell import SILENT
 from solvers import Frontier
 
 
@@ -227,7 +228,9 @@ class Handle(Front):
     @classmethod
     def probe(cls, model: torch.nn.Module, options: PlanOptions, progress: bool | None) -> Self:
         """One whose plans run nothing again, apart from all else that is planned for ``model``."""
-        return cls(model, Terms(Budget(UNLIMITED), options, progress, always=True))
+        made = cls(model, Terms(Budget(UNLIMITED), options, progress, always=True))
+        made.log = SILENT
+        return made
 
     def note_free_call(self) -> None:
         self._free, self._probe = RememberedCall(self.model, self.inside.call), None

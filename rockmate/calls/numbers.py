@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,14 +86,25 @@ def is_number(node: fx.Node) -> bool:
 
 
 def without_rates(program: fx.GraphModule) -> list[str]:
-    """What the program does, but for fractions that tensors are multiplied by, or the like."""
+    """What the program does, but for fractions that tensors are multiplied by, or the like. It is the same in each
+    process, unless a function is not found by name, and whatever values are called.
+    """
+    at = {n: k for k, n in enumerate(program.graph.nodes)}
 
     def line(n: fx.Node) -> str:
         rated = n.target in _ARITHMETIC or (n.op == "call_method" and str(n.target).rstrip("_") in _NAMES)
-        args = fx.node.map_aggregate(n.args, lambda a: "rate" if rated and type(a) is float else a)
-        return f"{n.name} {n.op} {n.target} {args} {n.kwargs}"
+        given = fx.node.map_arg((n.args, n.kwargs), lambda a: f"%{at[a]}")
+        args, kwargs = fx.node.map_aggregate(given, lambda a: "rate" if rated and type(a) is float else a)
+        what = "" if n.op in ("placeholder", "output") else found_in(n.target) or str(n.target)
+        return f"{n.op} {what} {args} {kwargs}"
 
     return [line(n) for n in program.graph.nodes]
+
+
+def found_in(function: Any) -> str:
+    """The name by which a function is found in every process: "torch.relu"; empty if it is not."""
+    place, name = str(getattr(function, "__module__", "")), str(getattr(function, "__name__", ""))
+    return f"{place}.{name}" if getattr(sys.modules.get(place), name, None) is function else ""
 
 
 def _numbers(whole: fx.GraphModule) -> set[fx.Node]:

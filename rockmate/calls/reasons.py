@@ -22,6 +22,11 @@ _STAY = "leave it there: such a step is planned, and one that takes the derivati
 
 _READ_LATER = "compute with the tensor, or return it and read it behind the step"
 
+_CAUSAL = (
+    "say whether each mask is causal, which torch else reads from it (is_causal=True or False; of nn.Transformer "
+    "src_is_causal, tgt_is_causal and memory_is_causal)"
+)
+
 _INSTEAD = (
     ("SymNodeVariable() is not a constant", "decide with a number that changes by an if, and give a constant there"),
     ("Data-dependent branching", "compute both ways and choose with torch.where, or decide outside of forward"),
@@ -45,6 +50,8 @@ _INSTEAD = (
     ("that an operation takes is read from a tensor", "give the number itself, or index by a tensor of indices"),
     ("is given a number that changes", "give it a tensor with that number"),
     ("depend on values", "keep all rows and mask them, so that sizes are the same"),
+    ("in torch's nn/modules/activation.py", _CAUSAL),
+    ("in torch's nn/modules/transformer.py", _CAUSAL),
     (_BY_VALUES, "compute with the tensor (torch.where, a mask in the place of chosen rows)"),
     (
         "calls its requires_grad_()",

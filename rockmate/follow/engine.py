@@ -42,7 +42,7 @@ from rockmate.memory import StepBytes
 from rockmate.planning.plan import line_of_call
 from rockmate.planning.ways import Ways
 from rockmate.progress import Progress
-from rockmate.tell import LOG, MANY, costly
+from rockmate.tell import MANY, costly, shapes_of
 from solvers import Frontier
 from solvers.calls import Way
 from solvers.interrupts import Heeded
@@ -56,9 +56,14 @@ MOST_USES = 8
 FIRST = 0.6
 """Part of the budget that the data of a step may take of which nothing is known yet."""
 
-_FEWER = (
-    "steps that call the same operations on the same shapes share one. Pad inputs to a few shapes, and mask them "
-    "rather than pack them (pack_padded_sequence), which takes other operations for each batch"
+_FEWER = "steps that call the same operations on the same shapes share one"
+_PAD = (
+    "Pad inputs to a few shapes, and mask them rather than pack them (pack_padded_sequence), which takes other "
+    "operations for each batch"
+)
+_KEEP = (
+    "Forward decides by numbers, or by values, that change from call to call: mask rows rather than choose or pack "
+    "them (pack_padded_sequence), and keep numbers in tensors (buffers), or outside of the model"
 )
 
 
@@ -71,7 +76,7 @@ class Followed:
         self.last: Known | None = None
         self.solving = Solving(front, why, self.kinds)
         self._rehearsed = False  # what was learned last came of no training
-        self._made = 0  # plans that were told of
+        self._made, self._before = 0, tuple[str, ...]()  # plans that were told of, and the call of the last one
         self._said: set[str] = set()
         self._left = False  # the last call computed what no plan is known for
         self._shared: FollowedPlan | None = None  # of the last call, for its share of the step's budget
@@ -259,7 +264,7 @@ class Followed:
         known.used = {use for use in (seen.use,) if use is not None} | (before.used if before else set())
         known.inherit(same)
         self._left = False
-        wanted = len(others) == len(kind.known) or seen.use in kind.unsure
+        wanted = all(k.rehearsed for k in same) or seen.use in kind.unsure
         kind.unsure -= known.used
         if wanted:  # else it is the other way that is to be seen, which may come next
             kind.news = self.front.rehearses or bool(kind.unsure)
@@ -277,17 +282,22 @@ class Followed:
 
     def _say_plan(self, plan: FollowedPlan) -> None:
         self._made += 1
+        other_shapes, self._before = shapes_of(self._before) != shapes_of(plan.call), plan.call
         self._say(
             f"planned a followed step for {line_of_call(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
             f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
             f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
-            + (f". This is plan {self._made}: {_FEWER}" if self._made >= MANY else "")
+            + (
+                f". This is plan {self._made}: {_FEWER}. {_PAD if other_shapes else _KEEP}"
+                if self._made >= MANY
+                else ""
+            )
         )
 
     def _say(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
-            LOG.info("%s: %s", self.front.name, line)
+            self.front.log.info("%s: %s", self.front.name, line)
 
     def _solve(self, known: Known) -> None:
         """Plan ``known``. Raises ``InfeasibleBudgetError`` where no plan fits, unless it may be that more calls share a
@@ -298,7 +308,7 @@ class Followed:
         if known.problem is not None and not self.front.terms.supposes_one_call:
             raise InfeasibleBudgetError(*known.problem)
         if before is not None and known.plan is not None and known.plan is not before:
-            why = ANOTHER_BUDGET if known.plan.budget != before.budget else "its size, which came often"
+            why = ANOTHER_BUDGET if known.plan.budget != before.budget else "such calls, which came often"
             self.front.tell_anew(known.plan, time.perf_counter() - began, why)
 
     def set_budget(self, budget: Budget) -> None:

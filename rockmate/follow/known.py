@@ -85,6 +85,8 @@ class Known:
             self.alike = [*dict.fromkeys(schedules)][:MOST_SCHEDULES]
         if same := [k for k in like if k.seen.sizes == self.seen.sizes]:
             self.schedule, self.least, self.searched = same[0].schedule, same[0].least, same[0].searched
+        before = (k for k in others if k.rehearsed and k.schedule and k.found.has_nodes_of(self.found))
+        self.alike += (s for k in before if k.schedule and (s := self.found.with_runs_of(k.schedule)))
 
     def fastest(self, schedules: Iterable[Schedule | None], budget: int) -> Found | None:
         """The fastest of these ``schedules`` that fits ``budget``."""

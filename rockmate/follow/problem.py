@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from rockmate.follow.observed import Mark, Seen
 from rockmate.follow.plan import eager_peak_of
 from rockmate.follow.record import Datum, Op, needed_for
-from solvers import Backward, Block, Data, Node, Problem
+from solvers import Backward, Block, Data, Node, Problem, Schedule, ScheduleError, walk, with_deletes
 
 
 @dataclass
@@ -40,13 +40,27 @@ class FollowedProblem:
         )
         return mine == theirs
 
+    def has_nodes_of(self, other: FollowedProblem) -> bool:
+        """Whether its nodes are those of ``other``, though a loss may use what forward returned in another way."""
+        return (self.datum_of, self.ops_of, self.step_of) == (other.datum_of, other.ops_of, other.step_of)
+
+    def with_runs_of(self, schedule: Schedule) -> Schedule | None:
+        """The runs of a ``schedule`` for another loss, as they are for this one; None where they are none for it."""
+        found = with_deletes(self.problem, schedule)
+        try:
+            walk(self.problem, found)
+        except ScheduleError:
+            return None
+        return found
+
     def with_worst_of(self, other: FollowedProblem) -> FollowedProblem:
         """A problem that a schedule fits in both: ``other`` is of the same forward, with another loss. Where their
         backwards differ, the one of them that takes more.
         """
         mine, theirs = self.problem, other.problem
-        same = (self.datum_of, self.ops_of, self.step_of) == (other.datum_of, other.ops_of, other.step_of)
-        if not same or any(_makes(m) != _makes(n) for m, n in zip(mine.nodes, theirs.nodes, strict=True)):
+        if not self.has_nodes_of(other) or any(
+            _makes(m) != _makes(n) for m, n in zip(mine.nodes, theirs.nodes, strict=True)
+        ):
             return max(self, other, key=lambda found: eager_peak_of(found.problem))
         nodes = tuple(_worst(m, n) for m, n in zip(mine.nodes, theirs.nodes, strict=True))
         held = mine.held | theirs.held

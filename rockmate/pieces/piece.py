@@ -38,6 +38,8 @@ class Piece(torch.nn.Module):
     A second run calls the code that the first has called, so no plan changes a bit.
     """
 
+    of_torch = True  # as a captured function has it
+
     def __init__(
         self,
         body: fx.GraphModule,

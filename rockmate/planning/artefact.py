@@ -23,7 +23,9 @@ from rkgb.cost.usage import Usage
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_data, K_graph, K_node
 from rkgb.pipeline import Graphs, Shows, make_S
+from rkgb.probe.operations import is_python
 from rkgb.sample import Call
+from rkgb.trace.capture import current_mode
 from rockmate.errors import InputError, PlanError
 from rockmate.planning.room import Room
 from solvers import Problem, ProblemError, Schedule, ScheduleError, parse_schedule
@@ -60,7 +62,7 @@ class PlanFields:
 class SavedPlan(PlanFields):
     """What a file of a plan says, under these names: how the plan was made, its program, and the figures of its graph.
 
-    ``path`` is not in the file, whose ``program`` is a list of lines.
+    ``path`` is not in the file, whose ``program`` is a list of lines. ``call``: as in ``Plan``.
     """
 
     path: str
@@ -75,6 +77,7 @@ class SavedPlan(PlanFields):
     returned: tuple[int, ...]
     usage: Usage
     idle: frozenset[int]
+    call: tuple[str, ...] = ()
 
     def graphs(self, model: torch.nn.Module, call: Call, shown: Shows = lambda: None) -> Graphs:
         """The graphs of ``model``, with the figures of the file. Raises ``PlanError`` if it is for another graph.
@@ -119,14 +122,26 @@ class SavedPlan(PlanFields):
         inputs = describe_inputs(s)
         if inputs != self.inputs:
             return f"it is called with {', '.join(self.inputs)}, the sample is {', '.join(inputs)}"
+        before, casts = ([w for w in call if w.startswith("autocast ")] for call in (self.call, autocast_of_now()))
+        if before != casts:
+            made, loaded = (" and ".join(words) or "no autocast" for words in (before, casts))
+            return f"it was made under {made}, and is loaded under {loaded}"
         saved, now = [n.name for n in self.nodes], [n.label for n in s.nodes]
         if saved == now:
-            return "operations have the same names, but other arguments, types, modes or parameters that require grad"
+            own = dict.fromkeys(node.line for node in s.d.nodes if is_python(node))
+            functions = f", or an autograd.Function computes otherwise ({', '.join(own)})" if own else ""
+            what = "other arguments, types, modes or parameters that require grad"
+            return f"operations have the same names, but {what}{functions}"
         at = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))
         return (
             f"it has {len(saved)} nodes and this graph {len(now)}, and they differ from node {at} on "
             f"({', '.join(saved[at : at + 1]) or 'nothing'} there, {', '.join(now[at : at + 1]) or 'nothing'} here)"
         )
+
+
+def autocast_of_now() -> list[str]:
+    """What is said of the autocast that this thread is in: "autocast bfloat16"."""
+    return [f"autocast {str(dtype).removeprefix('torch.')}" for _, dtype in current_mode().autocast]
 
 
 def write_plan(path: str | Path, plan: PlanFields, k: K_graph, program: str, promised: Mapping[str, Any]) -> None:

@@ -24,7 +24,6 @@ from rkgb.device import kind_of
 from rkgb.graphs import S_graph, S_node
 from rkgb.settings import settings
 from rkgb.trace.attention import attention_kernels
-from rockmate.pieces.piece import Piece
 from rockmate.planning.disk import named
 from rockmate.planning.places import Places
 from solvers import ChainPlan, Problem, format_schedule, parse_schedule, walk
@@ -167,8 +166,8 @@ def _libraries(s: S_graph) -> tuple[str, ...] | None:
             if library is None:
                 return None
             found.add(library)
-        elif node.args and isinstance(node.args[0], Piece):
-            found.add("torch")  # its operations are torch's, and its text is in the graph's
+        elif node.args and getattr(node.args[0], "of_torch", False):
+            found.add("torch")  # its text is in the graph's
         elif not (getattr(node.op, "__module__", None) or "").startswith("rkgb."):
             return None
     return tuple(f"{name} {_version(name)}" for name in sorted(found))

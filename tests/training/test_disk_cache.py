@@ -344,27 +344,60 @@ class Sine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return x.sin()
+        return torch.sin(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0] * ctx.saved_tensors[0].cos()
+        return gradients[0] * torch.cos(ctx.saved_tensors[0])
 
 
-class WithSine(nn.Module):
-    def __init__(self) -> None:
+class Copied(Sine):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.sin(x + 0)
+
+
+@torch.library.custom_op("rockmate_tests::sine", mutates_args=())
+def own_sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+@own_sine.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class OwnSine(Sine):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return own_sine(x)
+
+
+class WithFunction(nn.Module):
+    def __init__(self, function: type[Sine]) -> None:
         super().__init__()
-        self.inner = mlp()
+        self.inner, self.function = mlp(), function
 
     def forward(self, x: torch.Tensor) -> Any:
-        return Sine.apply(self.inner(x))
+        return self.function.apply(self.inner(x))
+
+
+def test_functions_are_kept_by_what_they_compute(tmp_path: Path, budget: int, work: Work) -> None:
+    start(tmp_path, 4 * budget, WithFunction(Sine))
+    with nothing_done(work):
+        start(tmp_path, 4 * budget, WithFunction(Sine))
+    measured = work.measured
+    start(tmp_path, 4 * budget, WithFunction(Copied))
+    assert work.measured > measured
 
 
 def test_operations_of_the_users_own_are_not_kept(tmp_path: Path, budget: int, work: Work) -> None:
     """Their code may be another one at the next start."""
-    start(tmp_path, 4 * budget, WithSine())
+    start(tmp_path, 4 * budget, WithFunction(OwnSine))
     measured = work.measured
-    start(tmp_path, 4 * budget, WithSine())
+    start(tmp_path, 4 * budget, WithFunction(OwnSine))
     assert work.measured > measured
     assert not files(tmp_path, "costs")
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from against_eager import assert_same, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
-from models import BasicBlock, ResNet, mlp, randn, tokens
+from models import BasicBlock, ResNet, WithFunction, mlp, randn, tokens
 from torch import nn
 
 import rockmate
@@ -61,6 +61,31 @@ class Encoder(nn.Module):
         return self.head(self.layers(x))
 
 
+class Rows(torch.autograd.Function):
+    """The softmax of all pairs of rows, with sizes that both parts compute with."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.rows = x.shape[1]
+        pairs = torch.softmax(x @ x.mT, -1).view(x.shape[0], x.shape[1], x.shape[1])
+        return pairs @ x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.softmax(x @ x.mT, -1) @ gradient / ctx.rows
+
+
+class WithRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(Rows.apply(self.first(x))))
+
+
 Call = Callable[[int], tuple[torch.Tensor, ...]]
 
 
@@ -78,6 +103,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Call, int, Any]] = {
     "GPT, length": (lambda: GPT(2, 32, 4, 128, 64), lambda n: _ids(2, n), 16, 1),
     "encoder": (Encoder, lambda n: (randn(n, 16, 32, seed=0), tokens(n, 16, high=8, seed=1)), 2, 0),
     "ResNet": (lambda: ResNet(BasicBlock, (8, 16), 2), lambda n: _images(n, 16), 4, 0),
+    "function": (WithFunction, lambda n: (randn(n, 16, seed=0), tokens(n, high=8, seed=1)), 16, 0),
+    "function of rows": (WithRows, lambda n: (randn(n, 8, 16, seed=0), tokens(n, 8, high=8, seed=1)), 4, 0),
+    "function, length": (WithRows, lambda n: (randn(2, n, 16, seed=0), tokens(2, n, high=8, seed=1)), 64, 1),
     "ResNet, image size": (lambda: ResNet(BasicBlock, (8, 16), 2), lambda n: _images(2, n), 16, (2, 3)),
 }
 

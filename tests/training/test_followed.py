@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import random
 import re
 import sys
@@ -23,6 +24,7 @@ import rockmate
 from rockmate import Rockmate, measure_peak
 from rockmate.follow import solving
 from rockmate.follow.plan import FollowedPlan, find_least
+from rockmate.follow.watch import Watch
 from solvers import InfeasibleError
 
 X = randn(512, 64, seed=0)
@@ -388,6 +390,36 @@ def test_the_frontier_of_a_model_is_that_of_its_rockmate_and_leaves_it_as_it_was
     assert 0 < found.min_budget < found.max_budget
 
 
+@pytest.mark.parametrize("kind", [Layers, OwnGenerator])
+def test_an_answer_says_nothing_of_trainings(kind: type[Layers], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "rockmate")
+    rockmate.frontier(kind(), X, costs="flops")
+    rockmate.estimate(kind(), X[:8], [16, 64])
+    assert not [r.getMessage() for r in caplog.records if r.name == "rockmate"]
+
+
+def test_after_a_plan_ahead_of_training_one_step_is_observed_and_nothing_solved_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searches, looks = [], []
+    found, look = solving.find, Watch.look
+    monkeypatch.setattr(solving, "find", lambda *args: searches.append(0) or found(*args))
+    monkeypatch.setattr(Watch, "look", lambda *args: looks.append(0) or look(*args))
+    model = OwnGenerator()
+    curve = rockmate.frontier(model, X, costs="flops")
+    searches.clear(), looks.clear()
+    rk = Rockmate(model, X, (curve.min_budget + curve.max_budget) // 2, costs="flops")
+    supposed = rk.plan
+    assert (len(searches), len(looks)) == (1, 1)
+    for _ in range(5):
+        rk(X).sum().backward()  # it takes less than was supposed
+        rk.zero_grad()
+    assert (len(searches), len(looks)) == (1, 2)
+    assert rk.plan.recomputed > 0
+    assert rk.plan.predicted_peak < supposed.predicted_peak
+    assert measure_peak(lambda: rk(X).sum().backward(), "cpu") == rk.plan.predicted_peak
+
+
 def test_the_least_memory_takes_no_longer_than_a_plan_for_that_budget_does() -> None:
     model = made(Item)
     with pytest.warns(rockmate.BudgetWarning, match="The plan of least memory runs instead"):
@@ -466,6 +498,24 @@ def test_the_reason_names_what_is_not_captured_and_its_line(kind: type[Layers], 
     handle = rockmate.attach(model, "100%", cache=False)
     loss_of(model(X)).backward()
     assert re.match(rf".*\b{named}\b.* at test_followed.py:\d+.*: \w+", handle.reason)
+
+
+class Masked(nn.Module):
+    def __init__(self, **causal: bool) -> None:
+        super().__init__()
+        self.inner, self.causal = nn.Transformer(16, 2, 1, 1, 32, batch_first=True), causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.inner(x, x, tgt_mask=mask, **self.causal)
+
+
+def test_the_reason_of_masks_that_torch_reads_says_which_argument_to_give() -> None:
+    x = randn(4, 12, 16, seed=0)
+    reason = Rockmate(Masked(), x, 2**30, costs="flops").reason
+    assert re.search(r"at test_followed.py:\d+: say whether each mask is causal", reason)
+    for causal in (True, False):
+        assert not Rockmate(Masked(tgt_is_causal=causal), x, 2**30, costs="flops").reason
 
 
 def test_the_least_budget_that_a_sample_states_holds_in_training() -> None:

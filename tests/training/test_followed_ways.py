@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -298,3 +299,30 @@ def test_sizes_that_follow_from_values_take_over_schedules(monkeypatch: pytest.M
         step(rows)
     assert 0 < len(searched) < len(chosen) / 2
     assert measure_peak(lambda: step(262)) <= handle.budget
+
+
+class Numbered(Ways):
+    """A number decides which layer's result is bent."""
+
+    def forward(self, x: torch.Tensor, at: int = 0) -> torch.Tensor:
+        torch.rand(1, generator=self.generator)
+        for k in range(5):
+            x = F.gelu(self.inner(x))
+            x = x.sin() if k == at else x
+        return x
+
+
+@pytest.mark.parametrize("what", ["sizes", "numbers"])
+def test_the_line_of_many_plans_blames_what_changed(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rockmate")
+    model = Numbered()
+    rockmate.attach(model, 2**14, costs="flops", cache=False, on_infeasible="least")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for k in range(5):
+            model(X[: 48 - 8 * k] if what == "sizes" else X, 0 if what == "sizes" else k).sum().backward()
+            model.zero_grad()
+    said = [line for line in caplog.messages if "This is plan" in line]
+    assert said
+    assert all(("Pad inputs" in line) == (what == "sizes") for line in said)
+    assert all(("decides by numbers" in line) == (what == "numbers") for line in said)

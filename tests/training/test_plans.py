@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_trains_as_eager, planned, step
@@ -49,16 +50,17 @@ def test_a_saved_plan_runs_without_measuring_or_solving(
     assert_in_budget(loaded, lambda: step(loaded, args, kwargs), [t for t in args if t.requires_grad])
 
 
-def test_plans_are_the_same_in_every_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gpt", "function"])
+def test_plans_are_the_same_in_every_process(name: str, tmp_path: Path) -> None:
     """With ``costs="flops"``: byte for byte the same file, whatever the hash seed."""
     here = Path(__file__).parents[1]
     program = (
         f"import sys; sys.path[:0] = [{str(here)!r}, {str(here / 'training')!r}]\n"
         "from against_eager import planned\nfrom models import case\n"
-        "planned(case('gpt'))[1].plan.save(sys.argv[1])"
+        f"planned(case({name!r}))[1].plan.save(sys.argv[1])"
     )
     files = [tmp_path / "here.json", tmp_path / "there.json"]
-    planned(case("gpt"))[1].plan.save(files[0])
+    planned(case(name))[1].plan.save(files[0])
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(here.parent)}
     subprocess.run([sys.executable, "-c", program, str(files[1])], check=True, env=environment)
     assert files[0].read_text() == files[1].read_text()
@@ -98,6 +100,24 @@ def test_plans_for_another_graph_are_refused(model: nn.Module, x: torch.Tensor, 
     planned(case("gpt"))[1].plan.save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match=f"for another graph: .*{message}"):
         Rockmate(model, x, plan=tmp_path / "plan.json")
+
+
+def test_a_plan_for_another_autocast_or_function_is_refused_in_these_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = case("function")
+    args, _ = c.call(0)
+    plain, cast = tmp_path / "plain.json", tmp_path / "cast.json"
+    Rockmate(c.model(), args, 10**6).plan.save(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        Rockmate(c.model(), args, 10**6).plan.save(cast)
+        with pytest.raises(PlanError, match="made under no autocast, and is loaded under autocast bfloat16"):
+            Rockmate(c.model(), args, plan=plain)
+    with pytest.raises(PlanError, match="made under autocast bfloat16, and is loaded under no autocast"):
+        Rockmate(c.model(), args, plan=cast)
+    monkeypatch.setattr(models.Cube, "backward", staticmethod(lambda ctx, grad: grad * ctx.saved_tensors[0].exp()))
+    with pytest.raises(PlanError, match=r"an autograd.Function computes otherwise \(models.py:\d+, models.py:\d+\)"):
+        Rockmate(c.model(), args, plan=plain)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import assert_same, snapshot, tight_budget
-from models import BasicBlock, ResNet, part_way, randn, tokens
+from models import BasicBlock, Cube, ResNet, part_way, randn, tokens
 from torch import nn
 
 import rkgb.Btools
@@ -153,6 +153,55 @@ def test_other_lengths_and_batches_are_not_traced_again(traced: Counted) -> None
         model(*text(b, n)).backward()
     assert traced.count == 1
     assert traced.recorded == before, "one trace is of all sizes"
+
+
+class Reshaped(torch.autograd.Function):
+    """Both parts compute with sizes, and forward takes memory for all pairs of rows meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.tanh(x.reshape(x.shape[0] * x.shape[1])).view(x.shape) + (x @ x.mT).sum() * 0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient.reshape(x.shape[0], -1) * (1 - torch.square(torch.tanh(x)))
+
+
+class OfFunctions(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.layers, self.function = nn.ModuleList(nn.Linear(16, 16) for _ in range(6)), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.function.apply(torch.tanh(layer(x)))
+        return x
+
+
+@pytest.mark.parametrize("function", [Cube, Reshaped])
+def test_sizes_of_a_model_with_functions_are_planned_once(function: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """TorchDynamo captures the first size alone, and then all sizes."""
+    caplog.set_level(logging.INFO, "rockmate")
+    torch.manual_seed(0)
+    model = OfFunctions(function)
+    budget = part_way(frontier(model, randn(96, 16, seed=0), costs="flops"), 0.5)
+    caplog.clear()
+    handle = assert_equal(model, budget, [(randn(n, 16, seed=n),) for n in (64, 96, 64, 96, 64, 80)])
+    planned = [r.getMessage() for r in caplog.records if r.getMessage().startswith("planned OfFunctions")]
+    assert len(planned) <= 2, planned  # sizes that are smaller than one with a plan need none of their own
+    for n in (64, 80, 96):
+        x = randn(n, 16, seed=n)
+
+        def step(x: torch.Tensor = x) -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        step()
+        peak = measure_peak(step)
+        assert isinstance(handle.plan, Plan)
+        assert peak <= handle.plan.predicted_peak <= budget, n
 
 
 def test_a_budget_that_is_set_does_not_forget_other_lengths(traced: Counted) -> None:
