@@ -53,6 +53,7 @@ class Ways:
     made: int = 0
     rough: ClassVar[bool] = True
     waits = 0, 0  # see ``FoundWays``
+    left = 0  # bytes of results that the caller holds after the backward
 
     @property
     def eager(self) -> Way:
@@ -75,7 +76,8 @@ class FoundWays(Ways, ABC):
     """Ways of a call that has a plan, ``schedule``, and others that are found when they are asked for.
 
     Bytes ``beside`` it are there at every moment, and those of ``waits`` while forwards of other calls run, and
-    backwards. ``searched``: schedules, by what was asked for. ``found``: that of each other way.
+    backwards. ``loss``: of the problem's room for the loss, what is taken before any backward. ``searched``:
+    schedules, by what was asked for. ``found``: that of each other way.
     """
 
     rough = False
@@ -87,8 +89,11 @@ class FoundWays(Ways, ABC):
         beside: int,
         waits: tuple[int, int],
         searched: dict[Asked, list[Schedule]],
+        loss: int = 0,
     ) -> None:
         self.problem, self.beside, self.waits, self.searched = problem, beside, waits, searched
+        self.loss = loss
+        self.left = sum(problem.data[d].size for d in problem.held)
         self.alone = self.way_of(schedule)
         self.found: dict[Way, Schedule] = {}
         self._taken: set[Asked] = set()  # of what was searched
@@ -100,11 +105,13 @@ class FoundWays(Ways, ABC):
     def way_of(self, schedule: Schedule) -> Way:
         """The figures of ``schedule``."""
         walked, at = walk(self.problem, schedule), schedule.index(Loss())
-        forward, backward = max(walked.timeline[:at], default=0), max(walked.timeline[at:], default=0)
+        kept, backward = walked.timeline[at] - self.problem.loss, max(walked.timeline[at:], default=0)
+        forward = max(*walked.timeline[:at], kept + self.loss)
         in_forwards, in_backwards = self.waits
-        kept = walked.timeline[at] - self.problem.loss + self.beside + in_backwards
         more = max(0, in_forwards - in_backwards)
-        return Way(kept, forward + self.beside, backward + self.beside, walked.recompute, more)
+        return Way(
+            kept + self.beside + in_backwards, forward + self.beside, backward + self.beside, walked.recompute, more
+        )
 
     def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
         if serving(self.searched, budget, tight) is None:
