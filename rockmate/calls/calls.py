@@ -87,7 +87,7 @@ class Calls(PlansOfCalls):
                     runnable.derived["after"] = with_gradients(runnable, self.module, call.tensors)
             runnable = runnable.derived["after"]
         ways: PlannedWays | None = runnable.derived.get("ways")
-        if ways is None or ways.seen != waits_of(runnable):
+        if ways is None or ways.waits != waits_of(runnable):
             ways = runnable.derived["ways"] = PlannedWays(runnable, self.front)
         turn = steps.take(key, ways, self.front.name, self.terms, after)
         return turn, ways.placed(turn.way)

@@ -27,10 +27,6 @@ class StepLook(Look):
         self.arrives = 0  # bytes of the gradients of its outputs, which the backwards of others may make
         self.before_gaps: list[tuple[Before, str]] = []  # while it waits for others, and for what
 
-    def followed(self) -> int:
-        """Bytes that are known one by one of what is there now."""
-        return 0
-
     def mark(self) -> None:
         """A moment is now."""
         if not self.in_gap:
@@ -48,7 +44,7 @@ class StepLook(Look):
         self._gap_begins("forward" if torch._C._current_graph_task_id() == -1 else "part of a backward")
 
     def _gap_begins(self, of: str) -> None:
-        self._gaps.append(_Gap(of, not self.reached, self._marks, self.followed()))
+        self._gaps.append(_Gap(of, not self.reached, self._marks))
         self._mark()
 
     def gap_ends(self) -> None:
@@ -98,24 +94,22 @@ class StepLook(Look):
 @dataclass
 class _Gap:
     """``of`` what it is. ``waits``: the backward of the call is to come. ``begins``, ``ends``: moments; -1 before.
-    ``followed``: see ``StepLook``. ``arrived``: bytes that it made for this step.
+    ``arrived``: bytes that it made for this step.
     """
 
     of: str
     waits: bool
     begins: int
-    followed: int
     ends: int = -1
     arrived: int = 0
 
 
 class Before(NamedTuple):
-    """Where a gap begins: the ``level`` of the step, how much of it is ``followed``, how many of its ``moments`` were
-    before, and the ``peak`` since the last of these.
+    """Where a gap begins: the ``level`` of the step, how many of its ``moments`` were before, and the ``peak`` since
+    the last of these.
     """
 
     level: int
-    followed: int
     moments: int
     peak: int
 
@@ -133,8 +127,7 @@ def _without(moments: list[Moment], gaps: list[_Gap]) -> tuple[list[Moment], lis
         if gap := begins.get(k):
             before = level
             if gap.waits:
-                since = found[-1].peak if found else 0
-                levels.append((Before(level - beside, gap.followed, len(found), since), gap.of))
+                levels.append((Before(level - beside, len(found), found[-1].peak if found else 0), gap.of))
             if gap.ends < 0:
                 found.append(Moment(level - beside, level - beside))
                 break

@@ -105,7 +105,7 @@ class Followed:
         tape = Tape(device, policy, lasting_of(model, call))
         unchecked, look = Unchecked(kind.parts, model, tape), None
         if isinstance(policy, Observed) and (look := policy.look) is not None:
-            look.then, look.ledger = partial(self._learn, kind, policy, device, tape.reruns), tape.ledger
+            look.then = partial(self._learn, kind, policy, device, tape.reruns)
         with self.front.terms.steps.forward_of(turn, look), following(tape, self.front.modes), unchecked:
             result = model._call_impl(*call.args, **call.kwargs)
         if look is not None:

@@ -16,7 +16,7 @@ from rkgb.sample import Call
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.follow.checkpoints import Parts
-from rockmate.follow.observed import Observed, Seen, Waits
+from rockmate.follow.observed import Observed, Seen
 from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of
 from rockmate.follow.planned import FollowedProgram, Planned
 from rockmate.follow.problem import FollowedProblem
@@ -24,7 +24,7 @@ from rockmate.follow.record import Use
 from rockmate.follow.tape import Tape
 from rockmate.follow.watch import Watch
 from rockmate.memory import StepBytes, step_of
-from rockmate.planning.ways import Asked
+from rockmate.planning.ways import Asked, Waits
 from rockmate.tell import names_of
 from solvers import Frontier, Schedule, walk
 

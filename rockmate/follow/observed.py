@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,8 +20,9 @@ from rockmate.calls.look import FAILED, LET_GO
 from rockmate.calls.step_look import StepLook
 from rockmate.calls.surroundings import graph_is_retained
 from rockmate.follow.policy import Policy
-from rockmate.follow.record import Datum, Ledger, Op, OpForm, Slot, Use, form_of_op
+from rockmate.follow.record import Datum, Op, OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Tape
+from rockmate.planning.ways import Waits, waits_at
 
 _NOTHING = "autograd saves nothing in them that a plan could let go, or hooks of saved tensors within forward keep it"
 
@@ -75,16 +76,6 @@ class Seen:
         return found - self.discarded
 
 
-class Waits(NamedTuple):
-    """Bytes that a call holds beside its data while ``forwards`` of other calls of its step run, and ``backwards``.
-    ``loss``: the room that it needs for the loss before any backward begins.
-    """
-
-    forwards: int = 0
-    backwards: int = 0
-    loss: int = 0
-
-
 def loss_of(marks: Sequence[Mark], peak: int) -> int:
     """The room for the loss, where this is the ``peak`` of a step since its forward."""
     end = next(k for k, mark in enumerate(marks) if mark.what == "end")
@@ -97,10 +88,6 @@ class FollowedLook(StepLook):
     """
 
     then: Callable[[list[Moment]], None] | None = None
-    ledger: Ledger | None = None
-
-    def followed(self) -> int:
-        return 0 if self.ledger is None else self.ledger.live
 
     def abandon(self, why: str = "") -> None:
         """As in ``Look``; what was noted of a step that failed is not kept."""
@@ -193,21 +180,15 @@ class Observed(Policy):
             self._mark(tape, "answered", slot.number)
 
     def waits(self, data: Sequence[Datum]) -> Waits:
-        """What the step held while others of its calls ran, beside the data that its forward left for its backward.
-
-        Of what is not followed, only what was there before their forwards: what comes later their own looks show.
+        """What the step held while others of its calls ran, above what was there when its own forward returned and did
+        not go before its backward.
         """
         end = next(k for k, mark in enumerate(self.seen.marks) if mark.what == "end")
-        stays = self.seen.marks[end].live - sum(data[n].size for n in self.seen.freed)
         gaps = [found for found in (self.look.before_gaps if self.look is not None else ()) if found[0].moments > end]
-        forwards = [gap for gap, of in gaps if of == "forward"]
-        backwards = [gap for gap, of in gaps if of == "backward"]
-        before = max((gap.level - gap.followed for gap in forwards), default=0)
-        return Waits(
-            max((gap.level - stays for gap in forwards), default=0),
-            max((gap.followed - stays + min(before, gap.level - gap.followed) for gap in backwards), default=0),
-            min((loss_of(self.seen.marks, gap.peak) for gap in backwards), default=0),
-        )
+        level, freed = self.seen.marks[end].moment.level, sum(data[n].size for n in self.seen.freed)
+        forwards, backwards = ([gap.level - level for gap, of in gaps if of == x] for x in ("forward", "backward"))
+        loss = min((loss_of(self.seen.marks, gap.peak) for gap, of in gaps if of == "backward"), default=0)
+        return Waits(*(max(0, level + freed) for level in waits_at(forwards, backwards)), loss)
 
     def forget(self) -> None:
         """What was noted has been used: nothing of the call is kept but what tells it from others."""

@@ -21,7 +21,7 @@ class FollowedWays(FoundWays):
 
     def __init__(self, known: Known, owner: object, made: int, options: PlanOptions) -> None:
         assert known.plan is not None
-        super().__init__(known.found.problem, known.plan.schedule, 0, known.waits[:2], known.searched, known.waits.loss)
+        super().__init__(known.found.problem, known.plan.schedule, 0, known.waits, known.searched)
         self.known, self.plan = known, known.plan
         self.owner, self.made, self.call, self.device = owner, made, known.call, known.device
         self.options = replace(options, time_limit=min(SECONDS, options.time_limit))
