@@ -54,8 +54,9 @@ class CallLook(Look):
 
     def _note_gaps(self, observer: Observer, before: list[Moment]) -> None:
         """What the call held in gaps, by the moments ``before`` its backward."""
-        gaps = [(moment.level, backward) for moment, backward in zip(before[1:], self.gaps, strict=True)]
-        forwards, backwards = ([level for level, backward in gaps if backward is x] for x in (False, True))
+        gaps = list(zip(before[1:], self.gaps, strict=True))
+        forwards = [moment.level for moment, backward in gaps if not backward]
+        backwards = [(moment.level, moment.new) for moment, backward in gaps if backward]
         early = before[: 1 + self.gaps.index(True)] if backwards else before
         observer.note_gaps(waits_at(forwards, backwards) if gaps else None, max(moment.peak for moment in early))
 

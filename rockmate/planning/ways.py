@@ -47,12 +47,13 @@ class Waits(NamedTuple):
     loss: int = 0
 
 
-def waits_at(forwards: Sequence[int], backwards: Sequence[int]) -> tuple[int, int]:
+def waits_at(forwards: Sequence[int], backwards: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """What a call holds while others run, of its levels where their ``forwards`` begin, and their ``backwards``, above
-    that when its own forward returned. What came after a forward, all that is known of that call has in its figures.
+    that when its own forward returned; of these also how much is new since then. What came after the forward of another
+    call, the figures of that call have.
     """
     before = max(forwards, default=0)
-    return before, min(max(backwards, default=0), max(0, before))
+    return before, max((level - new + min(new, max(0, before)) for level, new in backwards), default=0)
 
 
 @dataclass(eq=False)
