@@ -59,8 +59,8 @@ class Watch:
             if self.failed == MOST_UNSEEN and not planned:
                 self._say(
                     f"{self.name} has no plan for calls with {line_of_call(self.call)}: each of {MOST_UNSEEN} steps "
-                    f"raised an error ({self._last.why_not}), and a plan is made of a step that ends. What they keep is "
-                    "decided as they run, and the budget does not hold"
+                    f"raised an error ({self._last.why_not}), and a plan is made of a step that ends. What they keep "
+                    "is decided as they run, and the budget does not hold"
                 )
         elif self._last is not None and self._last.why_not:
             self.why[self._last.why_not] = None
