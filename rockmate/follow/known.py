@@ -193,7 +193,8 @@ class CallKinds(dict[tuple[Hashable, int, int], CallKind]):
             if (form, made, place) not in self:
                 alike = next((kind for (other, _, at), kind in self.items() if (other, at) == (form, place)), None)
                 said = front.described(names_of(call), call.leaves)
-                new = CallKind(said, Watch(front.name, said), form, loose)
+                watches = (kind.watch for (other, *_), kind in self.items() if other == form)  # of all places
+                new = CallKind(said, next(watches, None) or Watch(front.name, said), form, loose)
                 self[form, made, place] = new if alike is None else alike.under_another_budget()
         found = self[form, made, place]
         if not found.known:

@@ -267,6 +267,10 @@ def test_no_plans_that_fit_are_an_error_from_the_second_step_on() -> None:
     for _ in range(STEPS):
         once(two_branches, [model], x)
     handle.budget = int(0.2 * peak)
+    for _ in range(STEPS):
+        once(two_branches, [model], x)
+    assert run(two_branches, [model], x) <= handle.budget
+    handle.budget = int(0.175 * peak)
     for _ in range(2):
         with pytest.raises(
             InfeasibleBudgetError, match=r"no plan fits a budget of .* for a step in which Layers"

@@ -892,7 +892,7 @@ def test_it_is_said_once_that_backwards_fail() -> None:
         raise ValueError
 
     model = Breaks(lambda model, x: x)
-    handle = attach(model, "50%", costs="flops")
+    handle = attach(model, "70%", costs="flops")
 
     def step(k: int, bad: bool) -> None:
         y = model(randn(64, WIDTH, seed=k))
