@@ -14,7 +14,7 @@ from rockmate.budget import show_bytes
 from rockmate.calls.look import Look
 from rockmate.calls.step_look import StepLook
 from rockmate.calls.turns import Turn
-from rockmate.planning.ways import Ways
+from rockmate.planning.ways import Waits, Ways
 from solvers.calls import Phase, Way
 
 MOST_LOOKS = 16
@@ -64,7 +64,7 @@ class KnownStep:
     asked: int = 0
     beside: int = 0
     measured: list[Way] = field(default_factory=list)
-    waits: tuple[tuple[int, int], ...] = ()
+    waits: tuple[Waits, ...] = ()
     looks: int = 0
     unfinished: int = 0
 
@@ -81,7 +81,7 @@ class KnownStep:
             self.beside, self.measured = 0, []
 
 
-def _waits(ways: Sequence[Ways]) -> tuple[tuple[int, int], ...]:
+def _waits(ways: Sequence[Ways]) -> tuple[Waits, ...]:
     return tuple(w.waits for w in ways)
 
 

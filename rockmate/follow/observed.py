@@ -188,7 +188,8 @@ class Observed(Policy):
         level, freed = self.seen.marks[end].moment.level, sum(data[n].size for n in self.seen.freed)
         forwards, backwards = ([gap.level - level for gap, of in gaps if of == x] for x in ("forward", "backward"))
         loss = min((loss_of(self.seen.marks, gap.peak) for gap, of in gaps if of == "backward"), default=0)
-        return Waits(*(max(0, level + freed) for level in waits_at(forwards, [(x, x) for x in backwards])), loss)
+        in_forwards, in_backwards = waits_at(forwards, [(x, x) for x in backwards])
+        return Waits(max(0, in_forwards + freed), max(0, in_backwards + freed), loss)
 
     def forget(self) -> None:
         """What was noted has been used: nothing of the call is kept but what tells it from others."""

@@ -261,25 +261,24 @@ def test_a_share_that_one_call_does_not_fit_is_an_error_once_a_step_had_no_other
 
 @SEVERAL
 def test_no_plans_that_fit_are_an_error_from_the_second_step_on() -> None:
+    """At a budget that each call fits alone."""
     model, x = Layers(), randn(ROWS, WIDTH, seed=1)
-    peak = run(two_branches, [copy.deepcopy(model)], x)
+    peak = run(unrolled, [copy.deepcopy(model)], x)
     handle = attach(model, int(0.5 * peak), costs="flops", cache=False)
     for _ in range(STEPS):
-        once(two_branches, [model], x)
-    handle.budget = int(0.2 * peak)
-    for _ in range(STEPS):
-        once(two_branches, [model], x)
-    assert run(two_branches, [model], x) <= handle.budget
-    handle.budget = int(0.175 * peak)
+        once(unrolled, [model], x)
+    with pytest.raises(InfeasibleBudgetError, match="no plan fits") as error:
+        handle.budget = int(0.05 * peak)
+    handle.budget = error.value.min_budget
     for _ in range(2):
         with pytest.raises(
             InfeasibleBudgetError, match=r"no plan fits a budget of .* for a step in which Layers"
         ) as error:
-            once(two_branches, [model], x)
+            once(unrolled, [model], x)
     handle.budget = error.value.min_budget
     for _ in range(STEPS):
-        once(two_branches, [model], x)
-    assert run(two_branches, [model], x) <= error.value.min_budget
+        once(unrolled, [model], x)
+    assert run(unrolled, [model], x) <= error.value.min_budget
 
 
 @SEVERAL
