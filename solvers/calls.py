@@ -41,8 +41,8 @@ class Way(NamedTuple):
 class Phase(NamedTuple):
     """The forward or the ``backward`` of ``call``, while ``waiting`` calls keep their data.
 
-    ``made``: bytes of gradients of parameters that earlier backwards of the step have made, of which this call's peak
-    does not know.
+    ``made``: bytes that calls whose backwards came before have left, of which this call's peak does not know: gradients
+    of parameters, and what the caller holds.
     """
 
     call: int

@@ -24,6 +24,7 @@ from rockmate.calls.look import Look
 from rockmate.calls.observe import Observer, Signs
 from rockmate.calls.surroundings import RETAINED, graph_is_retained
 from rockmate.calls.turns import Turn
+from rockmate.planning.ways import waits_at
 from rockmate.run.program import Program
 
 
@@ -35,6 +36,7 @@ class CallLook(Look):
     def __init__(self, observer: Observer) -> None:
         super().__init__(timeline(observer.device) if observer.measures else None)
         self.before = 0  # moments before the backward came: the first one, and the beginnings of gaps
+        self.gaps: list[bool] = []  # of each gap before it, whether that is a backward
         self.arrived = False  # the gradients of the outputs may have come in a gap
         self.call: weakref.ref[ObservedCall] | None = None
         self.then: Callable[[], None] | None = None  # is called when the backward is over and was noted
@@ -44,6 +46,19 @@ class CallLook(Look):
         self.call = weakref.ref(call)
         if self.window is not None:
             self.window.mark()
+
+    def gap_begins(self) -> None:
+        if self.window is not None and self.window.marks and not self.before:
+            self.gaps.append(torch._C._current_graph_task_id() != -1)
+        super().gap_begins()
+
+    def _note_gaps(self, observer: Observer, before: list[Moment]) -> None:
+        """What the call held in gaps, by the moments ``before`` its backward."""
+        gaps = list(zip(before[1:], self.gaps, strict=True))
+        forwards = [moment.level for moment, backward in gaps if not backward]
+        backwards = [(moment.level, moment.new) for moment, backward in gaps if backward]
+        early = before[: 1 + self.gaps.index(True)] if backwards else before
+        observer.note_gaps(waits_at(forwards, backwards) if gaps else None, max(moment.peak for moment in early))
 
     def reach(self) -> None:
         """The backward has come to the outputs, with gradients that those of other calls may have made."""
@@ -79,8 +94,8 @@ class CallLook(Look):
         seen: tuple[int, int, int] | None = None
         if moments and self.before:
             before, level = moments[: self.before], moments[self.before].new
-            call.observer.waits = max(call.observer.waits, *(moment.new for moment in before))
             peak = max(moment.peak for moment in before)
+            self._note_gaps(call.observer, before)
             if self.arrived:
                 level += sum(call.observer.bytes[k] for k in roots)
                 peak = max(peak, level)

@@ -26,9 +26,6 @@ from rockmate.calls.ways import PlannedWays, waits_of, with_gradients
 from rockmate.run.executor import CallState
 from solvers.interrupts import Heeded
 
-MOST_PLACES = 4
-"""Of the calls of a step, so many are observed apart after the first."""
-
 
 class Calls(PlansOfCalls):
     """Runs the calls of a graph under plans."""
@@ -36,7 +33,7 @@ class Calls(PlansOfCalls):
     def run(self, call: Call, key: Hashable, missing: frozenset[str]) -> Any:
         """What the module returns, computed under the plan for such calls; ``key``, ``missing``: their ``kind``."""
         runnable = self.runnable(call, key, missing)
-        place = self.terms.steps.place()
+        place = self.terms.steps.observed_place()
         if place == 0:
             base = runnable = self._adapted(runnable, call.tensors)
         else:
@@ -67,7 +64,6 @@ class Calls(PlansOfCalls):
 
     def _at_place(self, runnable: Runnable, place: int, inputs: list[torch.Tensor]) -> Runnable:
         """``runnable`` for calls after so many others of their step: what these do with outputs is observed apart."""
-        place = min(place, MOST_PLACES)
         found = self._places.get((runnable.number, place))
         if found is None:
             observer = runnable.observer and Observer(runnable.plan.graph, runnable.planner.options.loss_memory is None)
@@ -91,7 +87,7 @@ class Calls(PlansOfCalls):
                     runnable.derived["after"] = with_gradients(runnable, self.module, call.tensors)
             runnable = runnable.derived["after"]
         ways: PlannedWays | None = runnable.derived.get("ways")
-        if ways is None or ways.seen != waits_of(runnable):
+        if ways is None or ways.waits != waits_of(runnable):
             ways = runnable.derived["ways"] = PlannedWays(runnable, self.front)
         turn = steps.take(key, ways, self.front.name, self.terms, after)
         return turn, ways.placed(turn.way)

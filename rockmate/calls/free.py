@@ -209,7 +209,7 @@ class FreeCalls:
         if look.kind in self._rough:
             seen = self._rough[look.kind] = replace(self._rough[look.kind], alone=Way(look.kept, peak, peak, 0))
             if look.turn is not None:
-                self.front.terms.steps.seen(look.turn, seen)
+                self.front.terms.steps.seen(look.turn, look.kind, seen)
 
     def judge(self, look: FreeLook, peak: int) -> None:
         """The step of ``look`` is over: whether later ones are to be planned."""

@@ -72,11 +72,19 @@ class Observer:
         self._known: set[Signs] = set()
         self._peak = self._kept = -1
         self._outputs = self.outputs  # for which these are: of this size, or of a larger one
-        self.waits = 0  # bytes that the caller holds while other calls of the step run
+        self.waits: tuple[int, int] | None = None  # bytes that were held in forwards, and in backwards, of other calls
+        self.early = 0  # bytes that the loss took before any backward began
         self._looks = 0
         self._wasted = self._passing = 0  # looks in a row that showed nothing new; calls to pass over before the next
         self._look = True  # at the next call
         self._said = False  # that there are no more
+
+    def note_gaps(self, waits: tuple[int, int] | None, early: int) -> None:
+        """A call was looked at, which held ``waits`` while others of its step ran, if there are any."""
+        self.early = max(self.early, early)
+        if waits is not None:
+            known = self.waits or waits
+            self.waits = max(known[0], waits[0]), max(known[1], waits[1])
 
     @property
     def room(self) -> Room | None:

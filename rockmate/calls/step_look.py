@@ -105,10 +105,13 @@ class _Gap:
 
 
 class Before(NamedTuple):
-    """Where a gap begins: the ``level`` of the step, and how many of its ``moments`` were before."""
+    """Where a gap begins: the ``level`` of the step, how many of its ``moments`` were before, and the ``peak`` since
+    the last of these.
+    """
 
     level: int
     moments: int
+    peak: int
 
 
 def _without(moments: list[Moment], gaps: list[_Gap]) -> tuple[list[Moment], list[tuple[Before, str]]]:
@@ -124,7 +127,7 @@ def _without(moments: list[Moment], gaps: list[_Gap]) -> tuple[list[Moment], lis
         if gap := begins.get(k):
             before = level
             if gap.waits:
-                levels.append((Before(level - beside, len(found)), gap.of))
+                levels.append((Before(level - beside, len(found), found[-1].peak if found else 0), gap.of))
             if gap.ends < 0:
                 found.append(Moment(level - beside, level - beside))
                 break

@@ -31,6 +31,9 @@ from solvers.calls import Phase, Way, least_of, level, share
 MOST_TURNS = 64
 """Calls of a step that are remembered."""
 
+MOST_PLACES = 4
+"""Of the calls of a step, so many are observed apart after the first."""
+
 MOST_WAYS = 128
 """Kinds of calls that are remembered."""
 
@@ -103,6 +106,10 @@ class Steps:
         """How many calls of the step have come before the one that comes now."""
         return len(self._turns) if self.waiting() else 0
 
+    def observed_place(self) -> int:
+        """Where in the step the call that comes now is observed: those after ``MOST_PLACES`` others are as one."""
+        return min(self.place(), MOST_PLACES)
+
     def expected_now(self, key: Hashable) -> KnownStep | None:
         """The step whose calls are planned together in which a call that comes now is expected."""
         before = [turn.key for turn in self._turns] if self.waiting() else []
@@ -121,8 +128,9 @@ class Steps:
             self._finish(terms)
 
     def take(self, key: Hashable, ways: Ways, name: str, terms: Terms, after: bool = False) -> Turn:
-        """A call of such a kind comes: its turn, in the way in which it is to run. ``after``: the ``ways`` are those
-        where the gradients of parameters are there, as ``follows_a_backward`` says.
+        """A call of such a kind comes: its turn, in the way in which it is to run. ``key``: of the kind, and of what
+        it is expected to compute. ``after``: the ``ways`` are those where the gradients of parameters are there, as
+        ``follows_a_backward`` says.
 
         Raises ``InfeasibleBudgetError`` where the calls of the step do not fit the budget in any ways that are known.
         """
@@ -159,9 +167,9 @@ class Steps:
                 self._turns.remove(turn)
             raise
 
-    def seen(self, turn: Turn, ways: Ways) -> None:
-        """In which ``ways`` calls can run that compute what the call of ``turn`` was seen to compute."""
-        turn.way, turn.ways = ways.alone, ways
+    def seen(self, turn: Turn, key: Hashable, ways: Ways) -> None:
+        """The call of ``turn`` was seen to be one of this ``key``, which can run in these ``ways``."""
+        turn.key, turn.way, turn.ways = (key, turn.key[1]), ways.alone, ways
         self._ways[turn.key, False] = ways
 
     def _ways_of(self, form: Form) -> tuple[Ways, ...]:

@@ -20,7 +20,7 @@ class Turn:
     0 before; ``gone``: when it was seen that there will be none.
     """
 
-    def __init__(self, key: Hashable, ways: Ways, way: Way, name: str) -> None:
+    def __init__(self, key: tuple[Hashable, int], ways: Ways, way: Way, name: str) -> None:
         """``key``: of the kind of call, with how many calls of the step came before. ``name``: of the model."""
         self.key, self.ways, self.way, self.name = key, ways, way, name
         self.at, self.began, self.gone = next(_CLOCK), 0, 0
@@ -38,9 +38,16 @@ class Turn:
                 Look.current.pause()
 
     @property
+    def runs(self) -> bool:
+        """Whether its forward is not over."""
+        return self._graph is None
+
+    @property
     def waits(self) -> bool:
-        """Whether a backward may still come."""
-        if not self.began and not self.gone and (self._graph is None or self._graph() is None):
+        """Whether its forward is over, and a backward may still come."""
+        if self._graph is None:
+            return False
+        if not self.began and not self.gone and self._graph() is None:
             self.gone = next(_CLOCK)
         return not self.began and not self.gone
 

@@ -9,7 +9,7 @@ import torch
 
 from rockmate.calls.front import Front
 from rockmate.calls.runnable import Runnable, program_of
-from rockmate.planning.ways import FoundWays, peak_of
+from rockmate.planning.ways import FoundWays, Waits, peak_of
 from rockmate.progress import Progress
 from solvers import ChainPlan, ChainPlanner, Problem, Schedule, walk
 from solvers.calls import Way
@@ -23,9 +23,14 @@ def with_gradients(runnable: Runnable, model: torch.nn.Module, inputs: list[torc
     return dataclasses.replace(runnable, planner=planner, plan=planner.described(plan.budget, same))
 
 
-def waits_of(runnable: Runnable) -> int:
-    """Bytes that the caller holds of such calls while others of the step run, as far as that was seen."""
-    return 0 if runnable.observer is None else runnable.observer.waits
+def waits_of(runnable: Runnable) -> Waits:
+    """What is held of such calls while others of the step run. Where that was not seen, all that is reserved."""
+    room, observer = runnable.planner.room, runnable.observer
+    if observer is None:
+        return Waits()
+    reserved = room.kept + room.scalars
+    forwards, backwards = observer.waits or (reserved, reserved)
+    return Waits(forwards - reserved, backwards - reserved, max(0, observer.early - reserved))
 
 
 class PlannedWays(FoundWays):
@@ -33,10 +38,8 @@ class PlannedWays(FoundWays):
 
     def __init__(self, runnable: Runnable, front: Front) -> None:
         planner = runnable.planner
-        room = planner.room  # is part of what is reserved
-        waits = max(0, waits_of(runnable) - room.kept - room.scalars)
-        super().__init__(planner.problem, runnable.plan.schedule, planner.reserved, (waits, waits), planner.ways)
-        self.runnable, self.owner, self.front, self.seen = runnable, front, front, waits_of(runnable)
+        super().__init__(planner.problem, runnable.plan.schedule, planner.reserved, waits_of(runnable), planner.ways)
+        self.runnable, self.owner, self.front = runnable, front, front
         self.call, self.device = runnable.plan.call, planner.device
         k = planner.graphs.K
         self.made = sum(k.s.d.values[v].bytes for v in k.missing)

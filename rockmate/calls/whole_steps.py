@@ -14,7 +14,7 @@ from rockmate.budget import show_bytes
 from rockmate.calls.look import Look
 from rockmate.calls.step_look import StepLook
 from rockmate.calls.turns import Turn
-from rockmate.planning.ways import Ways
+from rockmate.planning.ways import Waits, Ways
 from solvers.calls import Phase, Way
 
 MOST_LOOKS = 16
@@ -64,7 +64,7 @@ class KnownStep:
     asked: int = 0
     beside: int = 0
     measured: list[Way] = field(default_factory=list)
-    waits: tuple[tuple[int, int], ...] = ()
+    waits: tuple[Waits, ...] = ()
     looks: int = 0
     unfinished: int = 0
 
@@ -81,7 +81,7 @@ class KnownStep:
             self.beside, self.measured = 0, []
 
 
-def _waits(ways: Sequence[Ways]) -> tuple[tuple[int, int], ...]:
+def _waits(ways: Sequence[Ways]) -> tuple[Waits, ...]:
     return tuple(w.waits for w in ways)
 
 
@@ -99,13 +99,18 @@ class WholeStep(StepLook):
         step.looks += 1
         self.mark()
 
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a call of it runs, or waits; a forward may have backwards of its own."""
+        return any(turn.runs or turn.waits for turn in self.turns)
+
     def lets_call(self, planned: bool) -> bool:
         """All calls are of this step."""
-        return self.thread == threading.get_ident() and any(turn.waits for turn in self.turns)
+        return self.thread == threading.get_ident() and self._goes_on
 
     def watched(self, run: Callable[[], Any], ends: Sequence[Any], stays: bool) -> Any:
         """The step is over when no call waits."""
-        if not any(turn.waits for turn in self.turns):  # another step's: calls of this one had no backward
+        if not self._goes_on:  # another step's: calls of this one had no backward
             self.abandon("another step began")
             return run()
         result = super().watched(run, ends, stays)
@@ -121,7 +126,7 @@ class WholeStep(StepLook):
         with_backward = [call for call, backward, _ in self.step.form.phases if backward]
         if len(self.turns) == len(self.step.form.keys) and all(self.turns[call].began for call in with_backward):
             return True
-        return not any(turn.waits for turn in self.turns)
+        return not self._goes_on
 
     def abandon(self, why: str = "") -> None:
         self.step.unfinished += 1
@@ -157,10 +162,11 @@ def form_of(turns: Sequence[Turn]) -> Form:
 def phases_of(form: Form, ways: Sequence[Ways]) -> list[Phase]:
     """Gradients that calls of one owner make are those of the same parameters."""
     made: dict[int, int] = {}
-    phases = []
+    left, phases = 0, []
     for call, backward, waiting in form.phases:
-        phases.append(Phase(call, backward, waiting, sum(made.values())))
+        phases.append(Phase(call, backward, waiting, left + sum(made.values())))
         if backward:
+            left += ways[call].left
             owner = id(ways[call].owner)
             made[owner] = max(made.get(owner, 0), ways[call].made)
     return phases

@@ -9,7 +9,6 @@ place, and what it computes is planned when it comes again.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -105,9 +104,9 @@ class Followed:
     def run(self, model: torch.nn.Module, call: Call) -> Any:
         """What the model returns; its own Python runs."""
         missing = frozenset(self.front.bytes_of_missing_gradients())
-        key, kind = self.kinds.of(call, model.training, self.front)
+        kind = self.kinds.of(call, model.training, self.front)
         device = self.front.device(call.tensors)
-        policy, turn = self._policy(key, kind, missing, device)
+        policy, turn = self._policy(kind, missing, device)
         tape = Tape(device, policy, lasting_of(model, call))
         unchecked, look = Unchecked(kind.parts, model, tape), None
         if isinstance(policy, Observed) and (look := policy.look) is not None:
@@ -127,9 +126,8 @@ class Followed:
                 kind.watch.saw()
         if turn.ways.rough:
             kept = sum(datum.size for datum in tape.data if datum.base is not None)
-            self.front.terms.steps.seen(
-                turn, Ways(self.front, tape.device, kind.call, Way(kept, kept, kept, 0), turn.ways.made)
-            )
+            rough = Ways(self.front, tape.device, kind.call, Way(kept, kept, kept, 0), turn.ways.made)
+            self.front.terms.steps.seen(turn, turn.key[0], rough)
         return result
 
     @staticmethod
@@ -137,9 +135,7 @@ class Followed:
         turn.begin(look)
         kind.note_use(tape, use.now(tape))
 
-    def _policy(
-        self, key: Hashable, kind: CallKind, missing: frozenset[str], device: torch.device
-    ) -> tuple[Policy, Turn]:
+    def _policy(self, kind: CallKind, missing: frozenset[str], device: torch.device) -> tuple[Policy, Turn]:
         """What decides in a call that begins now, and its turn in the step.
 
         Raises ``InfeasibleBudgetError`` where no plan fits.
@@ -150,7 +146,8 @@ class Followed:
         if self._unsaid is not None:  # whatever comes next: a kind of call may come once only
             unsaid, self._unsaid = self._unsaid, None
             self._solve(unsaid)
-        took = partial(self.front.terms.steps.take, (id(self), key), name=self.front.name, terms=self.front.terms)
+        number = 0 if known is None else known.number
+        took = partial(self.front.terms.steps.take, (id(kind), number), name=self.front.name, terms=self.front.terms)
         if known is None:
             made = sum(self.front.bytes_of_missing_gradients().values())
             turn = took(ways=Ways(self.front, device, kind.call, Way(0, 0, 0, 0), made))
@@ -208,6 +205,7 @@ class Followed:
         """
         assert known.program is not None
         turn.ways = Ways(self.front, tape.device, kind.call, turn.way, turn.ways.made)  # unless another takes over
+        turn.key = (id(kind), kind.numbered), turn.key[1]
         forms = [*known.seen.forms[:index], *(form_of_op(op) for op in tape.ops[index : index + 1])]
         packs = known.seen.packs[: tape.slots if slot is None else slot.number]
         packs += [] if slot is None else [pack_of(tape, slot)]
@@ -223,7 +221,7 @@ class Followed:
                 self._unsaid = None if other.problem is None else other
                 self.last, self._shared = other, None
                 planned = Planned(other.program, partial(self._otherwise, kind, other, turn), among=len(kind.known))
-                self.front.terms.steps.seen(turn, self._ways(other))
+                self.front.terms.steps.seen(turn, (id(kind), other.number), self._ways(other))
                 if planned.take_over(tape):
                     return planned
                 warn_unplanned(INSTEAD)
@@ -255,16 +253,19 @@ class Followed:
         way = seen.forms, missing, seen.packs
         others = [k for k in kind.known if (k.seen.forms, k.missing, k.seen.packs) != way]
         same = [k for k in kind.known if k not in others]
-        before = next((k for k in same if not k.rehearsed and k.seen.sizes == seen.sizes), None)
+        number = same[0].number if same else kind.numbered
+        kind.numbered = max(kind.numbered, number + 1)
+        came = [k for k in same if k.used and not k.rehearsed]  # in a step, at this place
+        before = next((k for k in came if k.seen.sizes == seen.sizes), None)
         if before is not None:
             found = found.with_worst_of(before.found)
         seconds = time.perf_counter() - began
-        known = Known(kind.call, found, seen, missing, seconds, self.front.rehearses, device)
-        known.waits = observed.more_in_gaps(reruns.data)
+        known = Known(number, kind.call, found, seen, missing, seconds, self.front.rehearses, device)
+        known.waits = observed.waits(reruns.data)
         known.used = {use for use in (seen.use,) if use is not None} | (before.used if before else set())
         known.inherit(same)
         self._left = False
-        wanted = all(k.rehearsed for k in same) or seen.use in kind.unsure
+        wanted = not came or seen.use in kind.unsure
         kind.unsure -= known.used
         if wanted:  # else it is the other way that is to be seen, which may come next
             kind.news = self.front.rehearses or bool(kind.unsure)

@@ -24,7 +24,7 @@ from rockmate.follow.record import Use
 from rockmate.follow.tape import Tape
 from rockmate.follow.watch import Watch
 from rockmate.memory import StepBytes, step_of
-from rockmate.planning.ways import Asked
+from rockmate.planning.ways import Asked, Waits
 from rockmate.tell import names_of
 from solvers import Frontier, Schedule, walk
 
@@ -34,17 +34,17 @@ MOST_SCHEDULES = 8
 
 @dataclass(eq=False)
 class Known:
-    """What was observed of one way in which a kind of call computes, which is the ``call`` in a few words.
+    """What was observed of one way, ``number``, in which a kind of call computes, which is the ``call`` in a few words.
 
     ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in bytes. ``least``: the schedule of
     the least budget that was stated. ``alike``: schedules that it had at other sizes. ``carried``: its schedule is that
     of another size, which has had so many ``uses``. ``problem``: why no plan fits, and the least that does.
     ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways in which outputs were used
-    that ``found`` is for. ``waits``: bytes that the step holds beside its data, for the loss, while forwards of its
-    other calls run, and backwards. ``then``: the way that came after it. ``frontier``: once it was asked for, as a
-    second search may end elsewhere at its time limit.
+    that ``found`` is for. ``waits``: what the step holds while its other calls run. ``then``: the way that came after
+    it. ``frontier``: once it was asked for, as a second search may end elsewhere at its time limit.
     """
 
+    number: int
     call: tuple[str, ...]
     found: FollowedProblem
     seen: Seen
@@ -62,7 +62,7 @@ class Known:
     uses: int = 0
     problem: tuple[str, int] | None = None
     used: set[Use] = field(default_factory=set)
-    waits: tuple[int, int] = (0, 0)
+    waits: Waits = field(default_factory=Waits)
     ways: Any = None  # see rockmate.follow.ways
     searched: dict[Asked, list[Schedule]] = field(default_factory=dict)  # for ``ways``
     then: weakref.ref[Known] | None = None
@@ -119,8 +119,8 @@ class UseOfOutputs:
 @dataclass(eq=False)
 class CallKind:
     """Calls with arguments of one ``form``, which is ``loose`` without their numbers and texts. ``known``: the way that
-    came last first; ``before``: the one before it, or the same. ``news``: another one came. ``parts``: that are
-    checkpointed. ``unsure``: ways in which outputs were used that no plan is for.
+    came last first; ``before``: the one before it, or the same; ``numbered``: how many have come. ``news``: another one
+    came. ``parts``: that are checkpointed. ``unsure``: ways in which outputs were used that no plan is for.
     """
 
     call: tuple[str, ...]
@@ -129,6 +129,7 @@ class CallKind:
     loose: Hashable
     known: list[Known] = field(default_factory=list)
     before: Known | None = None
+    numbered: int = 0
     parts: Parts = field(default_factory=list)
     unsure: set[Use] = field(default_factory=set)
     news: bool = True
@@ -170,27 +171,39 @@ class CallKind:
         known = [replace(k, budget=-1, used=set(k.used), ways=None) for k in self.known]
         return replace(self, known=known, unsure=set(self.unsure))
 
+    def take_from(self, other: CallKind) -> None:
+        """Begin with what is known of the same calls at another place of their step: what is done with their outputs is
+        to be seen here.
+        """
+        self.known, self.numbered = [replace(k, used=set(), ways=None) for k in other.known], other.numbered
 
-class CallKinds(dict[tuple[Hashable, int], CallKind]):
-    """Kinds of calls of a model, by their forms and ``Terms.made``."""
+
+class CallKinds(dict[tuple[Hashable, int, int], CallKind]):
+    """Kinds of calls of a model, by their forms, ``Terms.made`` and their places in a step."""
 
     def __init__(self) -> None:
         super().__init__()
         self._alike: dict[Hashable, Hashable] = {}  # the forms of calls whose numbers do not tell what they compute
 
-    def of(self, call: Call, training: bool, front: Front) -> tuple[tuple[Hashable, int], CallKind]:
-        """The kind of ``call``, a new one where none is known, and its key."""
+    def of(self, call: Call, training: bool, front: Front) -> CallKind:
+        """The kind of ``call``, a new one where none is known."""
         form: Hashable = call_key(call.leaves, call.spec), training
-        made = front.terms.made
-        if (form, made) not in self:
+        made, place = front.terms.made, front.terms.steps.observed_place()
+        if (form, made, place) not in self:
             loose = call_key(call.leaves, call.spec, valued=False), training
             form = self._alike.get(loose, form)
-            if (form, made) not in self:
-                alike = next((kind for (other, _), kind in self.items() if other == form), None)
+            if (form, made, place) not in self:
+                alike = next((kind for (other, _, at), kind in self.items() if (other, at) == (form, place)), None)
                 said = front.described(names_of(call), call.leaves)
-                new = CallKind(said, Watch(front.name, said), form, loose)
-                self[form, made] = new if alike is None else alike.under_another_budget()
-        return (form, made), self[form, made]
+                watches = (kind.watch for (other, *_), kind in self.items() if other == form)  # of all places
+                new = CallKind(said, next(watches, None) or Watch(front.name, said), form, loose)
+                self[form, made, place] = new if alike is None else alike.under_another_budget()
+        found = self[form, made, place]
+        if not found.known:
+            others = (kind for at, kind in self.items() if at[:2] == (form, made) and kind.known)
+            if (other := next(others, None)) is not None:
+                found.take_from(other)
+        return found
 
     def learn(self, kind: CallKind, known: Known) -> None:
         """A call of ``kind`` was seen to compute as ``known``: those that do so with other numbers are of one kind."""

@@ -22,6 +22,7 @@ from rockmate.calls.surroundings import graph_is_retained
 from rockmate.follow.policy import Policy
 from rockmate.follow.record import Datum, Op, OpForm, Slot, Use, form_of_op
 from rockmate.follow.tape import Tape
+from rockmate.planning.ways import Waits, waits_at
 
 _NOTHING = "autograd saves nothing in them that a plan could let go, or hooks of saved tensors within forward keep it"
 
@@ -73,6 +74,12 @@ class Seen:
         asked = {mark.number for mark in self.marks if mark.what == "asked"}
         found = {number for k, (_, number) in enumerate(self.packs) if number is not None and k not in asked}
         return found - self.discarded
+
+
+def loss_of(marks: Sequence[Mark], peak: int) -> int:
+    """The room for the loss, where this is the ``peak`` of a step since its forward."""
+    end = next(k for k, mark in enumerate(marks) if mark.what == "end")
+    return max(0, peak - min(mark.live for mark in marks[end:-1][:2]))
 
 
 class FollowedLook(StepLook):
@@ -172,17 +179,17 @@ class Observed(Policy):
             self.seen.marks[-1].data = frozenset(self._in_use)
             self._mark(tape, "answered", slot.number)
 
-    def more_in_gaps(self, data: Sequence[Datum]) -> tuple[int, int]:
-        """Bytes that the step held while forwards, and backwards, of other calls ran, above those that were there when
-        its own forward returned and did not go before its backward.
+    def waits(self, data: Sequence[Datum]) -> Waits:
+        """What the step held while others of its calls ran, above what was there when its own forward returned and did
+        not go before its backward.
         """
         end = next(k for k, mark in enumerate(self.seen.marks) if mark.what == "end")
-        stays = self.seen.marks[end].moment.level - sum(data[n].size for n in self.seen.freed)
-        more = {"forward": 0, "backward": 0}
-        for gap, of in self.look.before_gaps if self.look is not None else ():
-            if gap.moments > end:
-                more[of] = max(more.get(of, 0), gap.level - stays)
-        return more["forward"], more["backward"]
+        gaps = [found for found in (self.look.before_gaps if self.look is not None else ()) if found[0].moments > end]
+        level, freed = self.seen.marks[end].moment.level, sum(data[n].size for n in self.seen.freed)
+        forwards, backwards = ([gap.level - level for gap, of in gaps if of == x] for x in ("forward", "backward"))
+        loss = min((loss_of(self.seen.marks, gap.peak) for gap, of in gaps if of == "backward"), default=0)
+        in_forwards, in_backwards = waits_at(forwards, [(x, x) for x in backwards])
+        return Waits(max(0, in_forwards + freed), max(0, in_backwards + freed), loss)
 
     def forget(self) -> None:
         """What was noted has been used: nothing of the call is kept but what tells it from others."""

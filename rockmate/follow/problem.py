@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rockmate.follow.observed import Mark, Seen
+from rockmate.follow.observed import Mark, Seen, loss_of
 from rockmate.follow.plan import eager_peak_of
 from rockmate.follow.record import Datum, Op, needed_for
 from solvers import Backward, Block, Data, Node, Problem, Schedule, ScheduleError, walk, with_deletes
@@ -233,7 +233,7 @@ def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
     building.beside(0)  # the loss counts it from here on
     step_of = building.add_backwards(_moments_of(ops, data, seen, ends))
     end = next(k for k, mark in enumerate(seen.marks) if mark.what == "end")
-    loss = max(0, seen.marks[end].moment.peak - min(mark.live for mark in seen.marks[end:-1][:2]))
+    loss = loss_of(seen.marks, seen.marks[end].moment.peak)
     held = frozenset(building.known(n for n, at in ends.items() if at == always))
     returned = frozenset(building.known(n for n, at in ends.items() if count <= at < always))
     outputs = frozenset(building.known(n for n, at in ends.items() if count <= at or n in seen.freed))

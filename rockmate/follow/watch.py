@@ -28,13 +28,15 @@ _NO_RECORD = "the memory of the process cannot be recorded now"
 @dataclass(eq=False)
 class Watch:
     """``name`` of the model, and the ``call`` in a few words. ``looks``: steps that were observed. ``unseen``: those in
-    a row that were to be, and could not be to their end; ``why``: the reasons.
+    a row that were to be, and could not be to their end; ``why``: the reasons. ``failed``: steps in a row that raised
+    an error.
     """
 
     name: str
     call: tuple[str, ...]
     looks: int = 0
     unseen: int = 0
+    failed: int = 0
     why: dict[str, None] = field(default_factory=dict)
     _last: FollowedLook | None = None
     _said: set[str] = field(default_factory=set)
@@ -53,7 +55,13 @@ class Watch:
                 )
             return None
         if self._last is not None and self._last.why_not in FAILED:
-            self.unseen -= 1  # it was no step
+            self.unseen, self.failed = self.unseen - 1, self.failed + 1  # it was no step
+            if self.failed == MOST_UNSEEN and not planned:
+                self._say(
+                    f"{self.name} has no plan for calls with {line_of_call(self.call)}: each of {MOST_UNSEEN} steps "
+                    f"raised an error ({self._last.why_not}), and a plan is made of a step that ends. What they keep "
+                    "is decided as they run, and the budget does not hold"
+                )
         elif self._last is not None and self._last.why_not:
             self.why[self._last.why_not] = None
         if self.unseen >= MOST_UNSEEN and not planned:
@@ -79,7 +87,7 @@ class Watch:
 
     def saw(self) -> None:
         """A step was observed to its end."""
-        self.unseen, self._last = 0, None
+        self.unseen, self.failed, self._last = 0, 0, None
         self.why.clear()
 
     def _say(self, message: str) -> None:

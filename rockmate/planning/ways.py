@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -37,6 +37,25 @@ def serving(asked: Iterable[Asked], budget: int, tight: bool) -> Asked | None:
     return next((a for a in asked if abs(a[0] - budget) <= NEAR * budget and (a[1] or not tight)), None)
 
 
+class Waits(NamedTuple):
+    """Bytes that a call holds beside the data of its plan while ``forwards`` of other calls of its step run, and
+    ``backwards``. ``loss``: what it takes of its problem's room for the loss before any backward begins.
+    """
+
+    forwards: int = 0
+    backwards: int = 0
+    loss: int = 0
+
+
+def waits_at(forwards: Sequence[int], backwards: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """What a call holds while others run, of its levels where their ``forwards`` begin, and their ``backwards``, above
+    that when its own forward returned; of these also how much is new since then. What came after the forward of another
+    call, the figures of that call have.
+    """
+    before = max(forwards, default=0)
+    return before, max((level - new + min(new, max(0, before)) for level, new in backwards), default=0)
+
+
 @dataclass(eq=False)
 class Ways:
     """In which ways the calls of one kind can run: in one, as long as no plan of them is known.
@@ -52,7 +71,8 @@ class Ways:
     alone: Way
     made: int = 0
     rough: ClassVar[bool] = True
-    waits = 0, 0  # see ``FoundWays``
+    waits = Waits()
+    left = 0  # bytes of results that the caller holds after the backward
 
     @property
     def eager(self) -> Way:
@@ -74,8 +94,8 @@ def peak_of(way: Way) -> int:
 class FoundWays(Ways, ABC):
     """Ways of a call that has a plan, ``schedule``, and others that are found when they are asked for.
 
-    Bytes ``beside`` it are there at every moment, and those of ``waits`` while forwards of other calls run, and
-    backwards. ``searched``: schedules, by what was asked for. ``found``: that of each other way.
+    Bytes ``beside`` it are there at every moment, and those of ``waits`` while others run. ``searched``: schedules, by
+    what was asked for. ``found``: that of each other way.
     """
 
     rough = False
@@ -85,10 +105,11 @@ class FoundWays(Ways, ABC):
         problem: Problem,
         schedule: Schedule,
         beside: int,
-        waits: tuple[int, int],
+        waits: Waits,
         searched: dict[Asked, list[Schedule]],
     ) -> None:
         self.problem, self.beside, self.waits, self.searched = problem, beside, waits, searched
+        self.left = sum(problem.data[d].size for d in problem.held)
         self.alone = self.way_of(schedule)
         self.found: dict[Way, Schedule] = {}
         self._taken: set[Asked] = set()  # of what was searched
@@ -100,11 +121,13 @@ class FoundWays(Ways, ABC):
     def way_of(self, schedule: Schedule) -> Way:
         """The figures of ``schedule``."""
         walked, at = walk(self.problem, schedule), schedule.index(Loss())
-        forward, backward = max(walked.timeline[:at], default=0), max(walked.timeline[at:], default=0)
-        in_forwards, in_backwards = self.waits
-        kept = walked.timeline[at] - self.problem.loss + self.beside + in_backwards
+        kept, backward = walked.timeline[at] - self.problem.loss, max(walked.timeline[at:], default=0)
+        in_forwards, in_backwards, loss = self.waits
+        forward = max(*walked.timeline[:at], kept + loss)
         more = max(0, in_forwards - in_backwards)
-        return Way(kept, forward + self.beside, backward + self.beside, walked.recompute, more)
+        return Way(
+            kept + self.beside + in_backwards, forward + self.beside, backward + self.beside, walked.recompute, more
+        )
 
     def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
         if serving(self.searched, budget, tight) is None:
