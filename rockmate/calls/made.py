@@ -102,7 +102,7 @@ class PlansOfCalls(CapturedGraph):
             graphs = planner.graphs
             family = families.of(graphs.S) or families.new(planner, shown)
             if like := self._latest(family):
-                planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs, family.options)
+                planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs)
             wider = planner if like else as_before(planner, self.last, self.module, inputs)
         if like:
             return self._carried(planner, like)
@@ -130,7 +130,7 @@ class PlansOfCalls(CapturedGraph):
         with undisturbed(), self.module_ready():
             like.planner.report = report
             costs = self._known_of(s, family)
-            planner = like.planner.at_other_sizes(s, costs, self.module, call.tensors, family.options)
+            planner = like.planner.at_other_sizes(s, costs, self.module, call.tensors)
         planner.seconds["trace"] = seconds
         return planner, like
 

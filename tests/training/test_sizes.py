@@ -19,6 +19,7 @@ import rkgb.Btools
 import rkgb.Dtools
 import rockmate
 import rockmate.calls.calls
+import solvers.block.ilp
 from rkgb.cost import memory
 from rkgb.cost.measure import Cost, Known, measure_nodes
 from rkgb.cost.scaled import choosing_anew, scaled_costs
@@ -180,6 +181,29 @@ def test_longer_batches_than_before_are_solved_for_and_stay_in_the_budget(traced
     assert measure_peak(step) <= budget
     assert handle.plan is not None
     assert handle.plan.recomputed > 0
+
+
+def test_blocks_are_not_solved_again_for_longer_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step showed what its loss reads; a longer batch, for which no schedule fits, runs blocks as before."""
+    solved: list[int] = []
+    grid_points = solvers.block.ilp.grid_points
+
+    def counted(view: Any, *args: Any) -> Any:
+        solved.append(len(view.nodes))
+        return grid_points(view, *args)
+
+    monkeypatch.setattr(solvers.block.ilp, "grid_points", counted)
+    model = Language()
+    model.forward = lambda ids, keep: (Language.forward(model, ids, keep), model.tokens.weight.square())  # type: ignore[method-assign]
+    handle = attach(model, tight_budget(Language(), text(4, 60), fraction=0.3), costs="flops")
+    runs = []
+    for n in (50, 58, 60):
+        solved.clear()
+        model(*text(4, n))[0].backward()
+        assert handle.plan is not None
+        assert handle.plan.recomputed and handle.plan.solver == "chain"
+        runs.append(len(solved))
+    assert runs[0] > 0 and runs[1:] == [0, 0]
 
 
 def test_the_smaller_last_batch_of_a_residual_network(traced: Counted) -> None:
