@@ -6,7 +6,7 @@ written ``Ref(i)``. Node arguments are constants, ``Ref``s, or lists and tuples 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,6 +79,12 @@ class Node:
         """The same operation with ``replacement(i)`` in place of every ``Ref(i)`` among its arguments."""
         args, kwargs = substitute((self.args, self.kwargs), replacement)
         return replace(self, args=args, kwargs=kwargs)
+
+    def renamed(self, value: Mapping[int, int], like: Node) -> Node:
+        """The same operation on these values, with the results and the label of ``like``."""
+        args, kwargs = substitute((self.args, self.kwargs), lambda v: Ref(value[v]))
+        own = self.name, args, kwargs, like.outputs, self.several, self.mode, self.line, self.path, like.label
+        return Node(self.op, *own)
 
 
 def refs(arg: Any) -> list[int]:
