@@ -156,7 +156,7 @@ def _with_sizes(s: S_graph, d: D_graph) -> S_graph | None:
 
     new = dataclasses.replace(
         old,
-        nodes=tuple(b.renamed(value, a) for a, b in zip(old.nodes, d.nodes, strict=True)),
+        nodes=tuple(b.with_values(lambda v: Ref(value[v]), a) for a, b in zip(old.nodes, d.nodes, strict=True)),
         outputs=tuple(value[v] for v in d.outputs),
         structure=dataclasses.replace(old.structure, output_constants=d.structure.output_constants),
         values={value[v]: in_storage(x, number[x.storage]) for v, x in d.values.items()},

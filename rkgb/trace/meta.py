@@ -202,10 +202,11 @@ def stood_for(argument: Any, device: torch.device) -> Any:
 
 def node_on(node: Node, device: torch.device) -> Node:
     """``node`` with ``device`` in place of the meta device."""
-    args = tuple(stood_for(a, device) for a in node.args)
+    given = (*node.args, *(a for _, a in node.kwargs))
+    if not any(isinstance(a, (torch.device, list, tuple)) and stood_for(a, device) is not a for a in given):
+        return node
     kwargs = tuple((k, stood_for(a, device)) for k, a in node.kwargs)
-    same = all(a is b for a, b in zip(args, node.args, strict=True)) and kwargs == node.kwargs
-    return node if same else dataclasses.replace(node, args=args, kwargs=kwargs)
+    return dataclasses.replace(node, args=tuple(stood_for(a, device) for a in node.args), kwargs=kwargs)
 
 
 def run_on_meta(node: Node, device: torch.device) -> Node:
