@@ -47,14 +47,11 @@ def _unless_refused(make: Callable[[], _Graph]) -> _Graph | None:
         return None
 
 
-def program_of_any_size(model: torch.nn.Module, call: Call, device: torch.device, s: S_graph) -> B_graph | None:
+def program_of_any_size(model: torch.nn.Module, call: Call, device: torch.device) -> B_graph | None:
     """The same, which serves for calls of all sizes. None where Python does otherwise with sizes than pass them on to
-    operations, so that the program has those of now, or another graph than ``s``, which is that of the call.
+    operations, so that the program has those of now.
     """
-    b = _unless_refused(lambda: trace_of_any_size(model, call, device))
-    d = None if b is None else graph_without_data(b, model, call, device)
-    found = None if d is None else resized(s, skeleton(s), d)
-    return b if found is not None and is_same(found, s) else None
+    return _unless_refused(lambda: trace_of_any_size(model, call, device))
 
 
 def graph_without_data(b: B_graph, model: torch.nn.Module, call: Call, device: torch.device) -> D_graph | None:

@@ -17,6 +17,7 @@ from torch import nn
 
 import rkgb.Btools
 import rkgb.Dtools
+import rkgb.probe.resize
 import rockmate
 import rockmate.calls.calls
 import solvers.block.ilp
@@ -154,6 +155,30 @@ def test_other_lengths_and_batches_are_not_traced_again(traced: Counted) -> None
         model(*text(b, n)).backward()
     assert traced.count == 1
     assert traced.recorded == before, "one trace is of all sizes"
+
+
+def test_one_trace_serves_all_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured again with symbolic sizes, the program is traced at all sizes, and compared where it ran."""
+    traces = []
+
+    def counted(name: str) -> None:
+        trace = getattr(rkgb.probe.resize, name)
+
+        def traced(*args: Any) -> Any:
+            traces.append(name)
+            return trace(*args)
+
+        monkeypatch.setattr(rkgb.probe.resize, name, traced)
+
+    counted("trace_without_data")
+    counted("trace_of_any_size")
+    model = Language()
+    attach(model, tight_budget(Language(), text(4, 40), fraction=0.2), costs="flops")
+    model(*text(4, 40)).backward()
+    traces.clear()
+    for batch in (text(4, 23), text(4, 31), text(3, 37), text(2, 29)):  # lengths, and then batches, become symbolic
+        model(*batch).backward()
+    assert traces == ["trace_of_any_size"] * 2
 
 
 def test_a_budget_that_is_set_does_not_forget_other_lengths(traced: Counted) -> None:
