@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +29,9 @@ from rkgb.randomness import draws_unseen, node_generators, own_generators, watch
 from rkgb.sample import Sample, call_of
 from rkgb.storages import counter_of, memory_of, storage_key, version_of
 from rkgb.trace.guards import Guard, is_guard
-from rkgb.trace.meta import Draws, node_on, run_on_meta, stood_for
+from rkgb.trace.meta import node_on, run_on_meta, stood_for
 from rkgb.trace.preserved import drop_saved, preserved
+from rkgb.trace.quick import QuickRules
 
 _DRAW_BY_VALUES = frozenset("poisson binomial rrelu rrelu_ rrelu_with_noise rrelu_with_noise_".split())
 
@@ -91,7 +91,7 @@ def _run(
         run.folded.update(folded)
         packed = run.packed  # hooks live as long as the graph, and must not hold the run
         for mode, nodes in itertools.groupby(enumerate(b.nodes), lambda x: x[1].mode):
-            with in_mode(mode), saved_tensors_hooks(lambda t: packed.append(t.detach()), _refuse):
+            with in_mode(mode), saved_tensors_hooks(packed.append, _refuse):
                 for index, node in nodes:
                     run.node(index, node)
         run.refuse_lost_gradients()
@@ -114,7 +114,7 @@ class _Probe:
         device: torch.device | None,
     ) -> None:
         """``device``: what the meta device stands for."""
-        self.b, self.device = b, device
+        self.b, self.device, self.rules = b, device, QuickRules()
         self.names = list(b.names)
         self.env: dict[int, torch.Tensor] = {}
         self.folded: dict[int, Any] = {}
@@ -212,15 +212,18 @@ class _Probe:
         contents = {v: self.env[v].detach().clone() for v in reads if self._changes_unseen(node, v)}
         self.packed.clear()
         first = next_number()
-        with nullcontext() if self.device is None else Draws() as draws:
-            runs = node if self.device is None else run_on_meta(node, self.device)
-            results = computed(runs, self.env.__getitem__)
+        if self.device is None:
+            results = computed(node, self.env.__getitem__)
+        else:
+            runs = run_on_meta(node, self.device)
+            with self.rules:
+                results = computed(runs, self.env.__getitem__)
         check_results(node, results)
-        unseen = draws_unseen(node, [self.env[v] for v in reads])
+        unseen = self.device is None and draws_unseen(node, [self.env[v] for v in reads])
         moved = self.generators.moved(drawn)
         if not moved and node.name in _DRAW_BY_VALUES:  # it may not have drawn for these
             moved = tuple(node_generators(node)) or (self.env[reads[0]].device,)
-        if draws is not None and draws.came:
+        if self.rules.drawn:
             moved = tuple(node_generators(node)) or tuple(dict.fromkeys(map(self._device_of, results)))
         counted = {v for v in reads if version_of(self.env[v]) != versions[v]}
         changed = announced_writes(node) | counted
@@ -229,7 +232,7 @@ class _Probe:
         for v, t in zip(node.outputs, results, strict=True):
             self._define(v, t, len(self.nodes))
         saved = self.storages.saved([memory_of(t) for t in self.packed])
-        counters = [(self.storages.live.get(storage_key(t)), counter_of(t)) for t in self.packed if _counts(t)]
+        counters = [(self.storages.live.get(storage_key(t)), self._counter(t)) for t in self.packed if _counts(t)]
         self.packed.clear()
         here = {t.device for t in results}
         kept = [memory_of(t) for t in context_tensors(results, first) if t.device in here]
@@ -242,6 +245,10 @@ class _Probe:
                 self.savers[storage].append((len(self.nodes), counter, counter._version))
         self.nodes.append(node if self.device is None else node_on(node, self.device))
         self.facts.append(Facts(writes, moved, saved, unseen, self.storages.saved(kept)))
+
+    def _counter(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor with the version counter of ``t``, and no memory."""
+        return t if t.is_meta else counter_of(t)
 
     def _spoil(self, counted: set[int]) -> None:
         """The values ``counted`` were changed in place: autograd refuses the backwards that have saved these tensors,

@@ -7,7 +7,7 @@ written ``Ref(i)``. Node arguments are constants, ``Ref``s, or lists and tuples 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,10 +75,14 @@ class Node:
         """Indices of the values read, in order of first use."""
         return self._reads
 
-    def with_values(self, replacement: Callable[[int], Any]) -> Node:
-        """The same operation with ``replacement(i)`` in place of every ``Ref(i)`` among its arguments."""
+    def with_values(self, replacement: Callable[[int], Any], like: Node | None = None) -> Node:
+        """The same operation with ``replacement(i)`` in place of every ``Ref(i)`` among its arguments, and the results
+        and label of ``like``, if it is given.
+        """
         args, kwargs = substitute((self.args, self.kwargs), replacement)
-        return replace(self, args=args, kwargs=kwargs)
+        like = like or self  # ``dataclasses.replace`` takes several times as long
+        where = like.outputs, self.several, self.mode, self.line, self.path, like.label
+        return Node(self.op, self.name, args, kwargs, *where)
 
 
 def refs(arg: Any) -> list[int]:

@@ -136,7 +136,10 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
         yield tree
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from tensors_in(item)
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif isinstance(item, (list, tuple, dict)):
+                yield from tensors_in(item)
     elif isinstance(tree, dict):
         yield from tensors_in(list(tree.values()))
 

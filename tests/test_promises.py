@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from models import ZOO, case
 from torch import nn
 
+import rockmate.planning.finder
+import rockmate.planning.plan
 from rkgb.sample import Call
 from rockmate import InfeasibleBudgetError, Rockmate, frontier
 from rockmate.demo.gpt import GPT
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
 from rockmate.planning.prepare import make_planner
-from solvers import walk
+from solvers import lower_bound, walk
 
 NARROW = "gpt_narrow"
 
@@ -66,3 +70,21 @@ def test_a_plan_says_how_far_from_the_best_it_is(costs: str) -> None:
     assert tight.gap == (planned - tight.lower_bound) / planned
     above = "proven to be" if tight.gap < 1e-4 else f"at most {100 * tight.gap:.2f} % of the step above"
     assert f"{above} the least in the program's order" in str(tight)
+
+
+def test_a_plan_that_stays_for_what_its_loss_takes_is_proven_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, kwargs = case("mlp").call(1)
+    planner = make_planner(case("mlp").model(), Call(args, kwargs), PlanOptions("flops"))
+    before = planner.plan(planner.frontier().min_budget)
+    proofs: list[Any] = []
+
+    def proven(*asked: Any) -> int:
+        proofs.append(asked)
+        return lower_bound(*asked)
+
+    for place in (rockmate.planning.plan, rockmate.planning.finder):
+        monkeypatch.setattr(place, "lower_bound", proven)
+    plan = planner.kept_plan(before)
+    assert plan is not None and plan.recomputed and not proofs
+    assert plan.lower_bound == before.lower_bound and plan.gap == before.gap
+    assert len(proofs) == 1

@@ -63,6 +63,16 @@ def test_rules_are_those_of_the_device(number: int) -> None:
             assert (meta is given[0]) == (real is args[0])
 
 
+def test_what_would_draw_is_seen_also_where_torch_is_not_asked_again() -> None:
+    x, rules = torch.empty(3, 4, device="meta"), QuickRules()
+    drawn = []
+    for draw in (torch.rand_like, torch.relu, torch.rand_like, torch.Tensor.t, lambda t: torch.dropout(t, 0.5, True)):
+        with rules:
+            draw(x)  # type: ignore[operator]
+        drawn.append(rules.drawn)
+    assert drawn == [True, False, True, False, True]
+
+
 def test_equal_calls_ask_torch_once_and_others_again() -> None:
     asked = []
 

@@ -43,8 +43,10 @@ def announced_writes(node: Node) -> set[int]:
     schema = getattr(node.op, "_schema", None)
     if schema is None or node.name.endswith("_"):
         return set()
-    given = named(node.op, node.args, dict(node.kwargs))
     names = [name for _, name in written_arguments(node.op)] if schema.returns else []
+    if not names and node.name not in STATISTICS:
+        return set()
+    given = named(node.op, node.args, dict(node.kwargs))
     if node.name in STATISTICS and any(given.get(flag) for flag in ("training", "use_input_stats")):
         names += ["running_mean", "running_var"]
     return {v for name in names for v in refs([given.get(name)])}

@@ -19,12 +19,11 @@ import torch
 from rkgb.blocks.simplify import saved_by
 from rkgb.Btools import trace_of_any_size, trace_without_data
 from rkgb.Dtools import probe_again
-from rkgb.graphs import B_graph, D_graph, Node, Ref, S_graph, Saved, substitute
+from rkgb.graphs import B_graph, D_graph, Facts, Node, Ref, S_graph, Saved, Value, substitute
 from rkgb.probe.skeleton import content, skeleton, source_form
 from rkgb.sample import Call
 from rkgb.trace.distinct import DistinctCalls
 from rkgb.trace.meta import node_on
-from rkgb.trace.quick import QuickRules
 from rkgb.trees import map_tensors
 
 _Graph = TypeVar("_Graph", B_graph, D_graph)
@@ -43,20 +42,16 @@ def program_without_data(
 
 def _unless_refused(make: Callable[[], _Graph]) -> _Graph | None:
     try:
-        with QuickRules():
-            return make()
+        return make()
     except Exception:  # noqa: BLE001 - torch's rules for sizes, and functions of the user's, may raise anything
         return None
 
 
-def program_of_any_size(model: torch.nn.Module, call: Call, device: torch.device, s: S_graph) -> B_graph | None:
+def program_of_any_size(model: torch.nn.Module, call: Call, device: torch.device) -> B_graph | None:
     """The same, which serves for calls of all sizes. None where Python does otherwise with sizes than pass them on to
-    operations, so that the program has those of now, or another graph than ``s``, which is that of the call.
+    operations, so that the program has those of now.
     """
-    b = _unless_refused(lambda: trace_of_any_size(model, call, device))
-    d = None if b is None else graph_without_data(b, model, call, device)
-    found = None if d is None else resized(s, skeleton(s), d)
-    return b if found is not None and is_same(found, s) else None
+    return _unless_refused(lambda: trace_of_any_size(model, call, device))
 
 
 def graph_without_data(b: B_graph, model: torch.nn.Module, call: Call, device: torch.device) -> D_graph | None:
@@ -149,19 +144,22 @@ def _with_sizes(s: S_graph, d: D_graph) -> S_graph | None:
     def known(saved: Saved) -> Saved:
         return Saved(tuple(number.get(x, -1) for x in saved.storages), saved.private)
 
+    def with_saved(facts: Facts, saved: Saved, context: Saved) -> Facts:
+        same = saved == facts.saved and context == facts.context
+        return facts if same else dataclasses.replace(facts, saved=saved, context=context)
+
+    def in_storage(x: Value, mine: int) -> Value:
+        return x if x.storage == mine else dataclasses.replace(x, storage=mine)
+
     new = dataclasses.replace(
         old,
-        nodes=tuple(
-            dataclasses.replace(b.with_values(lambda v: Ref(value[v])), outputs=a.outputs, label=a.label)
-            for a, b in zip(old.nodes, d.nodes, strict=True)
-        ),
+        nodes=tuple(b.with_values(lambda v: Ref(value[v]), a) for a, b in zip(old.nodes, d.nodes, strict=True)),
         outputs=tuple(value[v] for v in d.outputs),
         structure=dataclasses.replace(old.structure, output_constants=d.structure.output_constants),
-        values={value[v]: dataclasses.replace(x, storage=number[x.storage]) for v, x in d.values.items()},
+        values={value[v]: in_storage(x, number[x.storage]) for v, x in d.values.items()},
         storages=tuple(storages),
         facts=tuple(
-            dataclasses.replace(before, saved=known(x.saved), context=known(x.context))
-            for x, before in zip(d.facts, old.facts, strict=True)
+            with_saved(before, known(x.saved), known(x.context)) for x, before in zip(d.facts, old.facts, strict=True)
         ),
     )
     saved = (Saved(n.saved.storages, saved_by(new, n.ops, n.storages).private) for n in s.nodes)

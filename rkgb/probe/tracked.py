@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -42,8 +42,13 @@ class Storages:
 
     def saved(self, memory: list[torch.UntypedStorage]) -> Saved:
         """``memory``, as storages of the graph and bytes of others."""
+        if not memory:
+            return _NOTHING
         known = tuple(dict.fromkeys(self.live[x._cdata] for x in memory if x._cdata in self.live))
         return Saved(known, tuple({x._cdata: x.nbytes() for x in memory if x._cdata not in self.live}.values()))
+
+
+_NOTHING = Saved((), ())
 
 
 class Generators:
@@ -53,7 +58,7 @@ class Generators:
         self.devices, self.own = devices, own
         self.states: dict[RandomSource, bytes] = {}
 
-    def before(self, node: Node) -> Iterable[RandomSource]:
+    def before(self, node: Node) -> Collection[RandomSource]:
         """What ``node`` may draw from, whose states are known from now on."""
         held = self.own if is_python(node) else node_generators(node)
         drawn: dict[RandomSource, None] = dict.fromkeys((*self.devices, *held))
@@ -62,8 +67,10 @@ class Generators:
                 self.states[x] = random_bytes(x)
         return drawn
 
-    def moved(self, drawn: Iterable[RandomSource]) -> tuple[RandomSource, ...]:
+    def moved(self, drawn: Collection[RandomSource]) -> tuple[RandomSource, ...]:
         """Those of ``drawn`` whose state is another one now."""
+        if not drawn:
+            return ()
         now = [(x, random_bytes(x)) for x in drawn]
         moved = tuple(x for x, state in now if self.states[x] != state)
         self.states.update(now)

@@ -214,7 +214,7 @@ class Recorder(TorchFunctionMode):
             for t, value, before_call in zip(numbers, traced, used, strict=True):
                 if uses(value) == before_call:
                     self._read(tracing, torch.Tensor.item, "item", (t,), {})
-        drawn = self._states(tracing, generator) != before if self.on_meta is None else self.on_meta.draws
+        drawn = self._states(tracing, generator) != before if self.on_meta is None else self.on_meta.rules.drawn
         if drawn:
             self.draws += self._marked(tracing, list(tensors_in(result)))
         found = result if isinstance(result, (tuple, list)) else (result,)

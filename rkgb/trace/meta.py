@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch._prims_common import suggest_memory_format
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.nodes import Node
 from rkgb.storages import has_memory, storage_key
 from rkgb.trace.attention import attention_on_cpu
 from rkgb.trace.distinct import DistinctCalls
-from rkgb.trace.operators import named
+from rkgb.trace.quick import QuickRules
 from rkgb.trace.tracer import untraced
 from rkgb.trees import map_tensors, tensors_in
 
@@ -78,37 +77,23 @@ def _is_number(t: torch.Tensor) -> bool:
     return not t.dim() and t.device.type == "cpu" and not t.requires_grad
 
 
-class Draws(TorchDispatchMode):
-    """Sees whether an operation would draw random numbers. ``came``: one did."""
-
-    came = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            given = {x.name: x.default_value for x in func._schema.arguments} | named(func, args, kwargs or {})
-            self.came |= given.get("dropout_p") != 0.0
-        return func(*args, **(kwargs or {}))
-
-
 class OnMeta:
-    """Calls functions of a program: what it makes on ``device`` is made on the meta device. ``draws``: the last call
-    would have drawn random numbers there. ``calls``: where a trace is to note what it calls. ``of_any_size``: a trace
-    is to record where Python reads sizes.
+    """Calls functions of a program: what it makes on ``device`` is made on the meta device. ``rules``: tell whether the
+    last call would have drawn random numbers there. ``calls``: where a trace is to note what it calls.
+    ``of_any_size``: a trace is to record where Python reads sizes.
     """
 
     def __init__(self, device: torch.device, calls: DistinctCalls | None = None, of_any_size: bool = False) -> None:
         self.usual = device.type == torch.get_default_device().type
         self.on_cpu = device.type == "cpu"
-        self.draws, self.calls, self.of_any_size = False, calls, of_any_size
+        self.rules, self.calls, self.of_any_size = QuickRules(), calls, of_any_size
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(t.is_meta and not t.dim() for t in tensors_in((args, kwargs))):
             # What reads a number raises here. In a trace, the tracer would keep the argument for a call of a later one.
             _untraced(lambda: self._call(func, args, kwargs))
-        with Draws() as draws:
-            result = self._call(func, args, kwargs)
-        self.draws = draws.came
-        return result
+        with self.rules:
+            return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _OF_VALUES:
@@ -217,10 +202,11 @@ def stood_for(argument: Any, device: torch.device) -> Any:
 
 def node_on(node: Node, device: torch.device) -> Node:
     """``node`` with ``device`` in place of the meta device."""
-    args = tuple(stood_for(a, device) for a in node.args)
+    given = (*node.args, *(a for _, a in node.kwargs))
+    if not any(isinstance(a, (torch.device, list, tuple)) and stood_for(a, device) is not a for a in given):
+        return node
     kwargs = tuple((k, stood_for(a, device)) for k, a in node.kwargs)
-    same = all(a is b for a, b in zip(args, node.args, strict=True)) and kwargs == node.kwargs
-    return node if same else dataclasses.replace(node, args=args, kwargs=kwargs)
+    return dataclasses.replace(node, args=tuple(stood_for(a, device) for a in node.args), kwargs=kwargs)
 
 
 def run_on_meta(node: Node, device: torch.device) -> Node:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rkgb.storages import storage_key
+from rkgb.trace.operators import named
 
 _META = torch.device("meta")
 _Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -17,13 +19,21 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 class QuickRules(TorchDispatchMode):
     """Results of operations on tensors without data, as torch makes them: new tensors like those of an equal call, or
-    the first argument, changed in place.
+    the first argument, changed in place. ``drawn``: an operation would have drawn random numbers since it was entered.
+
+    What is known of calls is theirs alone, whatever the sizes, and goes with this object.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.drawn = False
         self._known: dict[Hashable, tuple[type, tuple[_Form, ...]]] = {}  # by call: type and forms of what it makes
         self._in_place: set[Hashable] = set()
+
+    def __enter__(self) -> QuickRules:
+        self.drawn = False
+        super().__enter__()
+        return self
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -31,6 +41,12 @@ class QuickRules(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        is_quick, may_draw = _kind(func)
+        if is_quick:
+            return func(*args, **kwargs)
+        if may_draw:
+            given = {x.name: x.default_value for x in func._schema.arguments} | named(func, args, kwargs)
+            self.drawn |= given.get("dropout_p") != 0.0
         try:
             call = func, _key(args), _key(tuple(kwargs.items()))
             known = self._known.get(call)
@@ -49,6 +65,16 @@ class QuickRules(TorchDispatchMode):
         if _are_new(found, (*args, *kwargs.values())):
             self._known[call] = type(result), tuple((tuple(t.shape), t.stride(), t.dtype) for t in found)
         return result
+
+
+@cache
+def _kind(func: Any) -> tuple[bool, bool]:
+    """Whether an operator is as quick as to look for an equal call, and whether it may draw random numbers."""
+    return func.is_view or func in _QUICK, torch.Tag.nondeterministic_seeded in func.tags
+
+
+_QUICK = (torch.ops.aten._unsafe_view.default, torch.ops.aten.empty_strided.default)
+"""These are, beside views."""
 
 
 def _key(argument: Any) -> Hashable:

@@ -88,10 +88,9 @@ def record(
         _check_recorded(seen)
         return (*results, *seen.draws, *(t for read in seen.reads for t in read.markers()))
 
-    lookup = torch.jit._trace._create_interpreter_name_lookup_fn()
     with _traceable_run(model, seen):
         try:
-            graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lookup, True, False)
+            graph, _ = torch._C._create_graph_by_tracing(traced, tuple(inputs), lambda _: "", True, False)
         except RuntimeError as error:
             if "dynamo-optimized" in str(error):
                 raise UnsupportedError(

@@ -40,12 +40,15 @@ def adapted(
         return runnable
     observer.news = False
     try:
-        return _as_observed(runnable, observer, model, inputs, terms)
+        found = _as_observed(runnable, observer, model, inputs, terms)
     except Warning:  # where warnings are errors, each is raised once
         raise
     except BaseException:  # Ctrl-C, too: what was seen must not be lost
         observer.news = True
         raise
+    if found is not runnable and found.family is not None:
+        found.family.learn(found.planner, found.plan)
+    return found
 
 
 def _as_observed(

@@ -78,6 +78,14 @@ class Family:
         """
         return self.spent[number] >= 1e9 * sum(self.measured.seconds.values())
 
+    def options_for(self, usage: Usage) -> Options | None:
+        """What blocks of the graph may run where the caller uses the outputs so, as last solved for, or else for the
+        measured size.
+        """
+        if usage not in self.options and usage == self.measured.graphs.K.usage:
+            self.options[usage] = self.measured.solve_options()
+        return self.options.get(usage)
+
     def learn(self, planner: Planner, plan: Plan) -> None:
         if not planner.scaled:
             self.measured = planner

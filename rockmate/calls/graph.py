@@ -17,7 +17,7 @@ from rkgb.storages import has_memory, storage_key
 from rkgb.trace.meta import without_data
 from rkgb.trees import tensors_in
 from rockmate.calls.bound import Results
-from rockmate.calls.captured import Captured, without_wrappers
+from rockmate.calls.captured import Captured, captured_sources, without_wrappers
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.numbers import split
@@ -73,6 +73,25 @@ class CapturedGraph:
         """What of the call that this thread is in shows without data."""
         inputs = self.now.inputs
         return Shown(self.module, without_data(inputs), device_of(inputs), quick=self.results.quick)
+
+    def shown_as(self, before: Shown) -> Shown | None:
+        """The same of a call of another capture, as a call of this one; None if its inputs do not follow from those."""
+        known = dict(zip(captured_sources(before.module.__dict__["program"]), before.inputs or (), strict=False))
+        inputs = self.program.graph.find_nodes(op="placeholder")
+        given: list[Any] = [known.get(source) for source in captured_sources(self.program)]
+        examples = [node.meta.get("example_value") for node in inputs]
+        sizes: dict[Any, int] = {}  # by their expressions
+        for t, like in zip(given, examples, strict=True):
+            if isinstance(t, torch.Tensor) and isinstance(like, torch.Tensor):
+                shapes: Iterator[tuple[Any, int]] = zip(like.shape, t.shape, strict=False)
+                sizes |= {n.node.expr: m for n, m in shapes if isinstance(n, torch.SymInt)}
+        for k, like in enumerate(examples):
+            if given[k] is None and isinstance(like, torch.SymInt):
+                given[k] = sizes.get(like.node.expr)
+        if any(t is None for t in given):
+            return None
+        found = self.split.inputs(given)[0] if self.split else given
+        return Shown(self.module, found, before.device, quick=before.quick)
 
     def sources(self, runnable: Runnable, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The tensors that the program starts from, for a call with ``inputs``; nothing is looked up in modules."""

@@ -24,6 +24,7 @@ from rockmate.calls.keys import call_key
 from rockmate.calls.look import check_no_look, end_look
 from rockmate.calls.observe import Observer
 from rockmate.calls.runnable import Runnable, as_before, carried_runnable, make_first, make_runnable
+from rockmate.calls.shown import Shown
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.terms import ALL_OUTPUTS, ONE_CALL
 from rockmate.errors import InfeasibleBudgetError
@@ -102,7 +103,7 @@ class PlansOfCalls(CapturedGraph):
             graphs = planner.graphs
             family = families.of(graphs.S) or families.new(planner, shown)
             if like := self._latest(family):
-                planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs, family.options)
+                planner = like.planner.at_other_sizes(graphs.S, graphs.known, self.module, inputs)
             wider = planner if like else as_before(planner, self.last, self.module, inputs)
         if like:
             return self._carried(planner, like)
@@ -130,7 +131,7 @@ class PlansOfCalls(CapturedGraph):
         with undisturbed(), self.module_ready():
             like.planner.report = report
             costs = self._known_of(s, family)
-            planner = like.planner.at_other_sizes(s, costs, self.module, call.tensors, family.options)
+            planner = like.planner.at_other_sizes(s, costs, self.module, call.tensors)
         planner.seconds["trace"] = seconds
         return planner, like
 
@@ -140,6 +141,8 @@ class PlansOfCalls(CapturedGraph):
         Where the graph took a run at one size, it does so at each.
         """
         shown = self.shown()
+        if not self.asked_of_any_size:
+            self._ask_of_any_size(shown, known)
         if self.of_any_size is not None and shown.inputs is not None:
             found = resized_in(known, shown.graph_of(self.of_any_size))
             if found is not None and found[0].is_shown:
@@ -161,6 +164,18 @@ class PlansOfCalls(CapturedGraph):
         if self.needs_data:
             self.front.tell_needs_data()
         return None
+
+    def _ask_of_any_size(self, shown: Shown, known: Sequence[Family]) -> None:
+        """Trace the program at all sizes, if it gives one of the ``known`` graphs at the sizes at which that ran."""
+        for family in known:
+            then = self.shown_as(family.shown)
+            if then is None:
+                continue
+            program = shown.at_all_sizes
+            self.asked_of_any_size = program is None
+            if program is not None and then.graph_of_is(program, family.traced.S):
+                self.of_any_size, self.asked_of_any_size, family.is_shown = program, True, True
+                return
 
     def _known_of(self, s: S_graph, family: Family | None) -> Known:
         """What is known of the costs of ``s``, by other sizes of it and by earlier processes."""

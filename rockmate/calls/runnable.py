@@ -81,6 +81,7 @@ def carried_runnable(planner: Planner, budget: int, like: Runnable) -> Runnable:
     Where keeping everything fits, that is the plan.
     """
     assert like.family is not None
+    planner.options_of_blocks = like.family.options_for
     plan = None
     if planner.eager_peak > budget:
         plan = planner.carried_plan(budget, (like.plan.schedule, *like.family.schedules))

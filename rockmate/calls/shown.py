@@ -57,9 +57,15 @@ class Shown:
         """The graph of the program; None where that takes data."""
         return None if self.program is None else self.graph_of(self.program)
 
+    @cached_property
+    def at_all_sizes(self) -> B_graph | None:
+        """The program at all sizes; None where Python does otherwise with sizes than pass them on to operations."""
+        return self._seen(program_of_any_size)
+
     def program_of_any_size(self, s: S_graph) -> B_graph | None:
-        """The program at all sizes, if that gives ``s``, which the call runs."""
-        return self._seen(partial(program_of_any_size, s=s))
+        """The same, if that gives ``s``, which the call runs."""
+        program = self.at_all_sizes
+        return program if program is not None and self.graph_of_is(program, s) else None
 
     def graph_of(self, program: B_graph) -> D_graph | None:
         """The graph of ``program``, which is that of the call, or of any size; None where that takes data."""
@@ -77,5 +83,10 @@ class Shown:
         """Whether the graph is ``s``, which ran on these sizes, or did not have to."""
         if self.graphs is not None:
             return True
-        found = None if self.graph is None else resized(s, skeleton(s), self.graph)
+        return self.program is not None and self.graph_of_is(self.program, s)
+
+    def graph_of_is(self, program: B_graph, s: S_graph) -> bool:
+        """Whether the graph of ``program`` is ``s``, which has the sizes of the call."""
+        d = self.graph_of(program)
+        found = None if d is None else resized(s, skeleton(s), d)
         return found is not None and is_same(found, s)

@@ -10,6 +10,7 @@ from math import inf
 
 import torch
 
+from rkgb.cost.usage import Usage
 from rkgb.device import Cpu
 from rkgb.pipeline import Graphs
 from rkgb.probe.contexts import context_bytes
@@ -67,9 +68,9 @@ class PlanFinder:
 
     ``room``: for the loss. ``missing``: parameters whose gradients the backward makes. ``saved``: the file that the
     figures are from. ``seconds``: what each phase took. ``scaled``: costs are those of another size, scaled, so that
-    there is nothing to gain from a long search, and nothing to prove. ``options_of_blocks``: what blocks ran at another
-    size. ``solved``: views of blocks that were solved. ``ways``: schedules that calls may run beside others.
-    ``call``: what plans say that they are for.
+    there is nothing to gain from a long search, and nothing to prove. ``options_of_blocks``: what blocks may run at
+    another size, by what the caller does with the outputs. ``solved``: views of blocks that were solved. ``ways``:
+    schedules that calls may run beside others. ``call``: what plans say that they are for.
     """
 
     graphs: Graphs
@@ -81,7 +82,7 @@ class PlanFinder:
     seconds: dict[str, float] = field(default_factory=dict)
     report: Report = silent
     scaled: bool = False
-    options_of_blocks: Options | None = None
+    options_of_blocks: Callable[[Usage], Options | None] = lambda _: None
     solved: SolvedViews = field(default_factory=dict)
     ways: dict[Asked, list[Schedule]] = field(default_factory=dict, init=False)
     call: tuple[str, ...] = ()
@@ -175,10 +176,11 @@ class PlanFinder:
 
     def _solved_as_before(self, room: int) -> ChainPlan | None:
         """The cheapest schedule whose blocks run as at another size; None if none fits."""
-        if self.options_of_blocks is None:
+        options = self.options_of_blocks(self.graphs.K.usage)
+        if options is None:
             return None
         try:
-            return ChainPlanner(self.problem, self.options_of_blocks).solve(room)
+            return ChainPlanner(self.problem, options).solve(room)
         except InfeasibleError:
             return None
 
@@ -223,7 +225,8 @@ class PlanFinder:
             self.seconds["load"] = self.seconds.get("load", 0.0) + time.perf_counter() - start
         return found
 
-    def _plan(self, budget: int, bounded: Bounded) -> Plan:
+    def _plan(self, budget: int, bounded: Bounded, provable: int | None = None) -> Plan:
+        """``provable``: as in ``Plan``."""
         found, bound, reason = bounded
         return Plan(
             budget=budget,
@@ -241,7 +244,8 @@ class PlanFinder:
             problem=self.problem,
             graph=self.graphs.K,
             setup_seconds=dict(self.seconds),
-            lower_bound=bound,
+            bound=bound,
+            provable=provable,
         )
 
     def _overhead(self, found: ChainPlan) -> float:

@@ -20,7 +20,7 @@ from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved
 from rockmate.planning.room import usual_problem
 from rockmate.run.watch import MeasuredStep
-from solvers import Bwd, Loss, Problem, Run, Schedule, Step, format_schedule, keep_everything, walk
+from solvers import Bwd, Loss, Problem, Run, Schedule, Step, format_schedule, keep_everything, lower_bound, walk
 from solvers.clocks import Clocks
 from solvers.tables import html_facts, html_table
 
@@ -50,9 +50,8 @@ class Plan(PlanFields):
     bfloat16"). ``predicted_peak``: bytes. ``predicted_overhead``: as a fraction of the step without recomputation.
     ``setup_seconds``: of each phase that made the plan; "capture" is TorchDynamo's, where the call was captured for it.
     ``pieces``: of how many groups of light operations kernels were compiled, and in how many seconds, with a line for
-    each class of them; empty if none was to be. ``lower_bound``: nanoseconds, by ``problem``'s figures, that a step
-    takes at least within the budget, whatever runs again (proven for all schedules that ``solvers.walk`` accepts, or
-    for those of ``solvers.whole.whole_graph``'s class where that is higher); None for a plan that was loaded.
+    each class of them; empty if none was to be. ``bound``: see ``lower_bound``, if it is known. ``provable``: bytes for
+    ``problem`` within which it is proven when it is asked for.
     """
 
     call: tuple[str, ...] = ()
@@ -63,7 +62,17 @@ class Plan(PlanFields):
     problem: Problem
     graph: K_graph
     setup_seconds: dict[str, float]
-    lower_bound: int | None = None
+    bound: int | None = None
+    provable: int | None = None
+
+    @cached_property
+    def lower_bound(self) -> int | None:
+        """Nanoseconds, by ``problem``'s figures, that a step takes at least within the budget, whatever runs again.
+
+        Proven for all schedules that ``solvers.walk`` accepts, or for those of ``solvers.whole.whole_graph``'s class
+        where that is higher. None for a plan that was loaded, or carried over.
+        """
+        return self.bound if self.provable is None else lower_bound(self.problem, self.provable)
 
     @property
     def status(self) -> Literal["optimal", "feasible"]:

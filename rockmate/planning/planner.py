@@ -20,7 +20,8 @@ from rockmate.planning.kept import Bounded
 from rockmate.planning.plan import Plan
 from rockmate.planning.problem import problem_of
 from rockmate.planning.room import Room, bytes_of_outputs, grown, usual_room, wider
-from solvers import Bwd, ChainPlan, Options, Schedule, ScheduleError, lower_bound, walk, with_deletes
+from rockmate.progress import silent
+from solvers import Bwd, ChainPlan, Options, Schedule, ScheduleError, walk, with_deletes
 
 
 def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
@@ -52,9 +53,8 @@ class Planner(PlanFinder):
             k = make_K(self.graphs.S, model, inputs, self.options.costs, usage, self.graphs.known, k.missing)
             doing = phase_of(self.graphs.known, before)
             seconds[doing] = seconds.get(doing, 0.0) + time.perf_counter() - start
-        options = self.options_of_blocks if usage == self.graphs.K.usage else None
         room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
-        return self._with(k, room, self.graphs.known, saved=None, seconds=seconds, options_of_blocks=options)
+        return self._with(k, room, self.graphs.known, saved=None, seconds=seconds)
 
     def with_auto_solver(self) -> Planner:
         """The same with a solver that finds the plan of least memory."""
@@ -74,16 +74,19 @@ class Planner(PlanFinder):
         """What the blocks may run, as far as it was solved for."""
         return self._chain.solved if self._chain is not None else None
 
+    def solve_options(self) -> Options:
+        """What the blocks may run; those that were solved for another use of the outputs are not solved again."""
+        self.report, self._end = silent, time.perf_counter() + self.options.time_limit
+        return self.chain().solved or self.chain().loose
+
     def at_other_sizes(
         self,
         s: S_graph,
         known: Known,
         model: torch.nn.Module,
         inputs: list[torch.Tensor],
-        options: Mapping[Usage, Options],
     ) -> Planner:
-        """A planner for ``s``, which has the skeleton of this planner's graph, with the ``known`` costs, and
-        ``options`` of its blocks by what the caller does with the outputs.
+        """A planner for ``s``, which has the skeleton of this planner's graph, with the ``known`` costs.
 
         The caller uses the outputs as it does here. What its loss takes is in proportion to the outputs' bytes, and at
         least what was seen here.
@@ -102,7 +105,6 @@ class Planner(PlanFinder):
             saved=None,
             seconds={phase_of(known): time.perf_counter() - start},
             scaled=not known.own,
-            options_of_blocks=options.get(usage),
             solved={},
         )
 
@@ -113,7 +115,7 @@ class Planner(PlanFinder):
         known, k = Known(costs.__getitem__), self.graphs.K
         k = make_K(s, torch.nn.Module(), [], self.options.costs, k.usage, known, k.missing)
         room = usual_room(k, self.options.loss_memory)
-        return self._with(k, room, known, classes, saved=None, scaled=False, options_of_blocks=None, solved={})
+        return self._with(k, room, known, classes, saved=None, scaled=False, solved={})
 
     def measured_anew(self, model: torch.nn.Module, inputs: list[torch.Tensor], known: Known) -> Planner:
         """This planner, whose costs were scaled, with those of its own sizes: the ``known`` ones, or measured.
@@ -125,7 +127,7 @@ class Planner(PlanFinder):
         known.given = frozenset(v for v in sources if self.graphs.D.values[v].requires_grad) - k.missing
         k = make_K(self.graphs.S, model, inputs, self.options.costs, k.usage, known, k.missing)
         seconds = {phase_of(known): time.perf_counter() - start}
-        return self._with(k, self.room, known, seconds=seconds, scaled=False, options_of_blocks=None, solved={})
+        return self._with(k, self.room, known, seconds=seconds, scaled=False, solved={})
 
     def with_gradients(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
         """A planner for calls in whose backward the gradients of all parameters are there."""
@@ -154,16 +156,9 @@ class Planner(PlanFinder):
         spare = plan.budget - self.reserved - walked.peak
         if spare < 0 or (walked.recompute and spare > LITTLE * plan.budget):
             return None
-        if not walked.recompute:
-            return self._plan(
-                plan.budget, Bounded(ChainPlan(schedule, walked, plan.solver), self.problem.eager_time, plan.reason)
-            )
-
-        def proven() -> Bounded:
-            bound = lower_bound(self.problem, plan.budget - self.reserved)
-            return Bounded(ChainPlan(schedule, walked, plan.solver), bound, plan.reason)
-
-        return self._plan(plan.budget, self._kept_or_made(plan.budget, ("keep", schedule), proven))
+        found = ChainPlan(schedule, walked, plan.solver)
+        bound, provable = (None, plan.budget - self.reserved) if walked.recompute else (self.problem.eager_time, None)
+        return self._plan(plan.budget, Bounded(found, bound, plan.reason), provable)
 
 
 def phase_of(known: Known, before: int = 0) -> str:

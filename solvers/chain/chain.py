@@ -113,6 +113,11 @@ class ChainPlanner:
         return self._all.options
 
     @property
+    def loose(self) -> Options:
+        """Options per kind without a limit on the peak."""
+        return self._loose.options
+
+    @property
     def solved(self) -> Options | None:
         """The options per kind that were solved so far; None if no block was."""
         return next((found.options for found in self._so_far("_all", "_loose")), None)

@@ -212,7 +212,8 @@ def test_a_program_that_takes_data_is_traced_at_each_size(
     def refused(*args: Any) -> None:
         raise NotImplementedError("no rule for sizes")
 
-    monkeypatch.setattr("rkgb.probe.resize.trace_without_data", refused)
+    for trace in ("trace_without_data", "trace_of_any_size"):
+        monkeypatch.setattr(f"rkgb.probe.resize.{trace}", refused)
     torch.manual_seed(0)
     model = _layers(24)
     eager, batches = copy.deepcopy(model), [(randn(b, n, 24, seed=n),) for b, n in LENGTHS]

@@ -17,8 +17,10 @@ from torch import nn
 
 import rkgb.Btools
 import rkgb.Dtools
+import rkgb.probe.resize
 import rockmate
 import rockmate.calls.calls
+import solvers.block.ilp
 from rkgb.cost import memory
 from rkgb.cost.measure import Cost, Known, measure_nodes
 from rkgb.cost.scaled import choosing_anew, scaled_costs
@@ -204,6 +206,30 @@ def test_sizes_of_a_model_with_functions_are_planned_once(function: Any, caplog:
         assert peak <= handle.plan.predicted_peak <= budget, n
 
 
+def test_one_trace_serves_all_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured again with symbolic sizes, the program is traced at all sizes, and compared where it ran."""
+    traces = []
+
+    def counted(name: str) -> None:
+        trace = getattr(rkgb.probe.resize, name)
+
+        def traced(*args: Any) -> Any:
+            traces.append(name)
+            return trace(*args)
+
+        monkeypatch.setattr(rkgb.probe.resize, name, traced)
+
+    counted("trace_without_data")
+    counted("trace_of_any_size")
+    model = Language()
+    attach(model, tight_budget(Language(), text(4, 40), fraction=0.2), costs="flops")
+    model(*text(4, 40)).backward()
+    traces.clear()
+    for batch in (text(4, 23), text(4, 31), text(3, 37), text(2, 29)):  # lengths, and then batches, become symbolic
+        model(*batch).backward()
+    assert traces == ["trace_of_any_size"] * 2
+
+
 def test_a_budget_that_is_set_does_not_forget_other_lengths(traced: Counted) -> None:
     model = Language()
     handle = assert_equal(model, tight_budget(model, text(4, 40), fraction=0.5), [text(4, n) for n in (40, 23)])
@@ -229,6 +255,29 @@ def test_longer_batches_than_before_are_solved_for_and_stay_in_the_budget(traced
     assert measure_peak(step) <= budget
     assert handle.plan is not None
     assert handle.plan.recomputed > 0
+
+
+def test_blocks_are_not_solved_again_for_longer_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step showed what its loss reads; a longer batch, for which no schedule fits, runs blocks as before."""
+    solved: list[int] = []
+    grid_points = solvers.block.ilp.grid_points
+
+    def counted(view: Any, *args: Any) -> Any:
+        solved.append(len(view.nodes))
+        return grid_points(view, *args)
+
+    monkeypatch.setattr(solvers.block.ilp, "grid_points", counted)
+    model = Language()
+    model.forward = lambda ids, keep: (Language.forward(model, ids, keep), model.tokens.weight.square())  # type: ignore[method-assign]
+    handle = attach(model, tight_budget(Language(), text(4, 60), fraction=0.3), costs="flops")
+    runs = []
+    for n in (50, 58, 60):
+        solved.clear()
+        model(*text(4, n))[0].backward()
+        assert handle.plan is not None
+        assert handle.plan.recomputed and handle.plan.solver == "chain"
+        runs.append(len(solved))
+    assert runs[0] > 0 and runs[1:] == [0, 0]
 
 
 def test_the_smaller_last_batch_of_a_residual_network(traced: Counted) -> None:
@@ -671,7 +720,7 @@ def test_a_number_that_does_not_follow_from_sizes_asks_for_no_more_memory_than_t
     def watched(node: Node, value: Callable[[int], Any]) -> tuple[Any, ...]:
         nonlocal largest
         results = run(node, value)
-        largest = max([largest, *(t.numel() for t in tensors_of(results))])
+        largest = max([largest, *(t.numel() for t in tensors_of(results) if not t.is_meta)])
         return results
 
     monkeypatch.setattr(rkgb.Dtools, "computed", watched)
