@@ -78,10 +78,10 @@ class Rockmate(torch.nn.Module):
         sample_kwargs: Keyword arguments beside a tuple.
         costs: "measured" times every operation, "flops" models them (the same plan on every run and machine with such
             a device).
-        loss_memory: Bytes that the loss allocates beside the outputs and their gradients, as a number or as text
-            ("200 MiB"). By default, room for three times the outputs' bytes is left in the first step, and for what
-            the loss took from then on (``plan.room``).
-            A scalar beside other outputs is taken for the loss until a step has shown where the backward starts.
+        loss_memory: Bytes, or text such as "200 MiB", that the loss allocates beside the outputs and their gradients.
+            By default, room for three times the outputs' bytes is left in the first step, and for what the loss took
+            from then on (``plan.room``). A scalar beside other outputs is taken for the loss until a step has shown
+            where the backward starts.
         time_limit: Seconds after which the search for a plan ends with the best so far, as ``plan.reason`` then says;
             by default 60 for each integer program.
         solver: One of ``solvers.solver_names(solvers.Problem)``, such as "sqrt" or one of your own; "auto" is the best.
@@ -337,8 +337,7 @@ def frontier(
         sample: A tensor, a tuple of positional arguments, or a dict of keyword arguments, as ``model`` is called with.
         sample_kwargs: Keyword arguments beside a tuple.
         costs: "measured" times every operation, "flops" models them.
-        loss_memory: Bytes that the loss allocates beside the outputs and their gradients; by default room for three
-            times the outputs' bytes.
+        loss_memory: As for ``Rockmate``; by default room for three times the outputs' bytes.
         progress: Whether to show how far planning is; by default on a terminal, when it takes more than a second.
 
     Raises:
