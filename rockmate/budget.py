@@ -35,7 +35,7 @@ FEWEST = 300
 """Numbers below are no bytes but GiB that somebody has counted: no step has so few bytes, and no GPU more GiB."""
 
 MOST_GIB = 24
-"""Numbers above, up to 100, may have been meant as percent, too."""
+"""A text with a number above, up to 100, may have been meant as percent, too."""
 
 
 class Planned(Protocol):
@@ -91,7 +91,8 @@ def parse_budget(budget: object) -> Budget:
         return Budget(share=amount / 100)
     if not unit and 0 < amount < FEWEST:
         percent = 100 * amount if amount < 1 else amount
-        share = f' or "{percent.normalize():f}%"' if MOST_GIB < percent <= 100 else ""
+        a_share = amount < 1 or (isinstance(budget, str) and MOST_GIB < amount <= 100)
+        share = f' or "{percent.normalize():f}%"' if a_share else ""
         meant = f'"{amount.normalize():f} GiB"{share}'
         raise BudgetError(f"the budget {budget!r} is {amount:f} bytes, in which no step can be run: was {meant} meant?")
     return Budget(_whole(budget, amount * _UNITS[unit], "budget", _HOW))

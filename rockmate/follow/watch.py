@@ -28,8 +28,8 @@ _NO_RECORD = "the memory of the process cannot be recorded now"
 @dataclass(eq=False)
 class Watch:
     """``name`` of the model, and the ``call`` in a few words. ``looks``: steps that were observed. ``unseen``: those in
-    a row that were to be, and could not be to their end; ``why``: the reasons. ``failed``: steps in a row that raised
-    an error.
+    a row that were to be, and could not be to their end; ``why``: the reasons. ``failed``: steps in a row whose
+    backward raised an error.
     """
 
     name: str
@@ -55,7 +55,8 @@ class Watch:
                 )
             return None
         if self._last is not None and self._last.why_not in FAILED:
-            self.unseen, self.failed = self.unseen - 1, self.failed + 1  # it was no step
+            self.unseen -= 1  # it was no step
+            self.failed += self._last.why_not == FAILED[1]  # that of a forward is seen
             if self.failed == MOST_UNSEEN and not planned:
                 self._say(
                     f"{self.name} has no plan for calls with {line_of_call(self.call)}: each of {MOST_UNSEEN} steps "
