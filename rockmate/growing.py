@@ -20,7 +20,9 @@ class Growing:
         tensors = {id(t): t for t in call.tensors}
         having = [(t, d) for d in dims for t in tensors.values() if -t.dim() <= d < t.dim()]
         if not having:
-            shapes = ", ".join(str(list(t.shape)) for t in tensors.values()) or "none"
+            if not tensors:
+                raise InputError("the sample has no tensors: rockmate.estimate(model, sample, sizes)")
+            shapes = ", ".join(str(list(t.shape)) for t in tensors.values())
             raise InputError(
                 f"no tensor of the sample has a dimension {show_dims(dims)}; its tensors have the shapes {shapes}: say "
                 "with dim= which dimension grows"

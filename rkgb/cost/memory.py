@@ -154,8 +154,10 @@ def _where(device: torch.device | str | torch.nn.Module | None) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):
+        given = repr(device) if isinstance(device, str) else f"a {type(device).__name__}"
         raise MeasureError(
-            f"device={device!r} is no device: give the name of one, or a module that lies on it"
+            f"device={given} is no device: give the name of one, or a module that lies on it. What is measured is a "
+            "function without arguments"
         ) from None
 
 

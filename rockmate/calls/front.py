@@ -172,8 +172,8 @@ class Front:
             several = len({(*shapes_of(said),) for said in self._came}) > 1
             sizes = "give a call of the largest size (sample=), pad inputs to fewer lengths, and " * several
             self._say(
-                f"{self._others} other {'sizes, or ' * several}numbers that its Python has, have come so far, and the "
-                f"first step of each takes longer: {sizes}keep numbers that change at every step in tensors"
+                f"{self._others} other {'sizes, or ' * several}numbers with which forward computes, have come so far, "
+                f"and the first step of each takes longer: {sizes}keep numbers that change at every step in tensors"
             )
 
     def timed(self, plan: Plan) -> Callable[[int, int], None] | None:

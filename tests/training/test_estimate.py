@@ -287,6 +287,8 @@ def test_bad_input_is_refused() -> None:
     model, x = mlp(), randn(16, 16, seed=0)
     with pytest.raises(InputError, match=r"size 8 is below the sample's, 16"):
         estimate(model, x, [8, 32])
+    with pytest.raises(InputError, match=r"the sample has no tensors: rockmate.estimate\(model, sample, sizes\)"):
+        estimate(model, [16, 32], x)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"no tensor of the sample has a dimension 2; .* \[16, 16\].*dim="):
         estimate(model, x, 32, dim=2)
     for nothing in ("batch", (), (0, "1"), None):
