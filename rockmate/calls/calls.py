@@ -129,7 +129,8 @@ class Calls(PlansOfCalls):
             self.last = new
         if new is not runnable:
             seconds = time.perf_counter() - began
-            self.front.tell_anew(new.plan, seconds, "what its loss was seen to take")
+            before = runnable.plan.predicted_overhead
+            self.front.tell_anew(new.plan, seconds, "what its loss was seen to take", before)
 
 
 def _returned(structure: Structure, outputs: list[torch.Tensor]) -> Any:

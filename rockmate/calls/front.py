@@ -45,6 +45,9 @@ ANOTHER_BUDGET = "the budget of now"
 LONG = 1.0
 """Seconds of a step from which on it is said what took them."""
 
+ANOTHER_OVERHEAD = 0.01
+"""A predicted overhead that differs by more than this fraction of a step from what was said is said."""
+
 
 class Front:
     """What captured graphs have in common: the plans, and what is said of them.
@@ -195,13 +198,16 @@ class Front:
 
         return told
 
-    def tell_anew(self, plan: Plan | FollowedPlan, seconds: float, why: str) -> None:
-        """Say that calls which had a plan got ``plan`` in ``seconds``, and ``why``."""
+    def tell_anew(self, plan: Plan | FollowedPlan, seconds: float, why: str, said: float | None = None) -> None:
+        """Say that calls which had a plan got ``plan`` in ``seconds``, and ``why``. ``said``: the overhead of the plan
+        before; that it is another one now is news.
+        """
         peak, budget, overhead = show_bytes(plan.predicted_peak), show_bytes(plan.budget), plan.predicted_overhead
+        is_news = said is not None and abs(overhead - said) > ANOTHER_OVERHEAD
         self._say(
             f"planned again in {seconds:.1f} s, for {why}: predicted peak {peak}, budget {budget}, "
             f"{100 * overhead:.1f} % more time{costly(overhead)}",
-            seconds,
+            inf if is_news else seconds,
         )
 
     def tell_needs_data(self) -> None:
