@@ -81,18 +81,17 @@ def _planned_first(function: Callable[[], Any], measured: Callable[[], T]) -> T:
 
     That may take more than one run: one to see that the budget binds, the next to be planned.
     """
-    for _ in range(MOST_RUNS):
+    runs = 0
+    while True:
         try:
             return measured()
-        except PlanWanted:
-            pass  # out of it, so that no frame of the broken step holds tensors
+        except PlanWanted as error:  # what follows is out of it, so that no frame of the broken step holds tensors
+            if runs == MOST_RUNS:
+                raise error.with_traceback(None) from None
         be_heard()
         LOG.info(
             "what is measured calls the model in a way that has no plan yet, and planning takes memory itself: it runs "
             "once to be planned, then again to be measured"
         )
         function()
-    try:
-        return measured()
-    except PlanWanted as error:
-        raise error.with_traceback(None) from None
+        runs += 1

@@ -12,7 +12,8 @@ from rockmate.errors import InfeasibleBudgetError
 from rockmate.follow.known import CallKinds, Known
 from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, find_least, moment_of
 from rockmate.follow.planned import program_of
-from rockmate.planning.least import for_call, least_and_share, saves_nothing
+from rockmate.planning.least import least_and_share, saves_nothing
+from rockmate.planning.plan import line_of_call
 from rockmate.progress import Progress, Report
 from solvers import InfeasibleError
 from solvers.interrupts import Heeded
@@ -95,8 +96,9 @@ class Solving:
         sets = f"What sets it is {moment_of(known.found.problem, known.places, at)}. "
         nothing = _NOTHING if saves_nothing(least, known.eager_peak) else ""
         return (
-            f"no plan fits a budget of {show_at_most(budget)}{for_call(known.call)}: the forward of {self.front.name} "
-            f"is followed operation by operation ({self.why.rstrip('.')}), and the smallest that can be planned is "
+            f"no plan fits a budget of {show_at_most(budget)} for {line_of_call(known.call)}: the forward of "
+            f"{self.front.name} is followed operation by operation ({self.why.rstrip('.')}), and the smallest that can "
+            "be planned is "
             f"{least_and_share(least, known.eager_peak)}{holds}; without recomputation the step takes "
             f"{show_at_least(known.eager_peak)}. {sets}{nothing}Raise the budget or make the batch smaller."
         )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil
 
 from rkgb.blocks.fingerprint import describe_inputs
 from rkgb.Ktools import K_graph
 from rockmate.budget import show_at_least, show_at_most, show_bytes
+from rockmate.planning.plan import line_of_call
 from solvers import Bwd, Run, Step
 
 SAME = 0.99
 """From this share of eager's peak on, there is nothing to save."""
-
-MOST_INPUTS = 4
-"""A call with more inputs is named by the first ones."""
 
 
 def too_small(
@@ -35,8 +32,9 @@ def too_small(
             f"smallest budget that it has a plan for is {least_and_share(least, eager)}; without recomputation the "
             f"step takes {show_at_least(eager)}. Give the search more time, or raise the budget.{_unseen(kept, least)}"
         )
+    call = line_of_call(describe_inputs(k.s))
     return (
-        f"no plan fits a budget of {show_at_most(budget)}{for_call(describe_inputs(k.s))}: the smallest that can be "
+        f"no plan fits a budget of {show_at_most(budget)}{f' for {call}' if call else ''}: the smallest that can be "
         f"planned is {least_and_share(least, eager)}{share}; without recomputation the step takes "
         f"{show_at_least(eager)}. What sets it is {place_of(k, at)}. {_limit(least, eager, gradients, at)}{_advice(at)}"
         f"{_unseen(kept, least)}"
@@ -46,12 +44,6 @@ def too_small(
 def least_and_share(least: int, eager: int) -> str:
     """The ``least`` budget as it can be given: in bytes, and as a share of ``eager``, those without recomputation."""
     return f'{show_at_least(least)} ("{ceil(100 * least / eager)}%" of eager\'s peak)'
-
-
-def for_call(call: Sequence[str]) -> str:
-    """For which ``call``, given by its inputs in words, no plan fits; nothing if none is known."""
-    more = f" and {len(call) - MOST_INPUTS} more" if len(call) > MOST_INPUTS else ""
-    return f" for {', '.join(call[:MOST_INPUTS])}{more}" if call else ""
 
 
 def saves_nothing(least: int, eager: int) -> bool:

@@ -123,7 +123,7 @@ class FoundWays(Ways, ABC):
         walked, at = walk(self.problem, schedule), schedule.index(Loss())
         kept, backward = walked.timeline[at] - self.problem.loss, max(walked.timeline[at:], default=0)
         in_forwards, in_backwards, loss = self.waits
-        forward = max(*walked.timeline[:at], kept + loss)
+        forward = max([*walked.timeline[:at], kept + loss])
         more = max(0, in_forwards - in_backwards)
         return Way(
             kept + self.beside + in_backwards, forward + self.beside, backward + self.beside, walked.recompute, more

@@ -143,9 +143,7 @@ class Probe:
             kind.first_use(run, self.device)
         if versions != versions_of(tensor_leaves(x)):
             raise InputError(in_place_message(layer))
-        now = dict(zip(before.owned, versions_of(before.owned.values()), strict=True))
-        then = dict(zip(before.owned, before.versions, strict=True))
-        if name := next((k for k in before.parameters if now[k] != then[k]), ""):
+        if name := next((k for k in before.written() if k in before.parameters), ""):
             raise InputError(
                 f"{layer} changes its parameter {name} in place, as an Embedding with max_norm= does, so it cannot run "
                 "again from it. Leave it out of the Checkpointable"

@@ -145,8 +145,7 @@ class Moment:
         quantizations observe. Returns the ``copies`` of buffers that any run so far changed, which a plan counts.
         """
         if len(self.buffers) > len(self.statistics):
-            versions = zip(self.owned, versions_of(self.owned.values()), self.versions, strict=True)
-            names = {n for n, now, then in versions if n in self.buffers and now != then}
+            names = {n for n in self.written() if n in self.buffers}
             names |= {n for n, copy in copies.items() if not torch.equal(self.buffers[n], copy)}
             quantizers = [(prefix, m) for prefix, m in self.modules if isinstance(m, FakeQuantizeBase)]
             names |= {prefix + k for prefix, m in quantizers for k, _ in m.named_buffers()} & self.buffers.keys()
@@ -159,10 +158,15 @@ class Moment:
             if names := {k for k, v in plain.items() if vars(module).get(k) != v}:
                 _changed_attributes[module] = _changed_attributes.get(module, frozenset()) | names
 
+    def written(self) -> list[str]:
+        """The names of the parameters and buffers that were changed in place since."""
+        versions = zip(self.owned, versions_of(self.owned.values()), self.versions, strict=True)
+        return [name for name, now, then in versions if now != then]
+
     def check(self, name: str, scratch: dict[str, torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if layer ``name`` has a tensor that was changed in place since, but ``scratch``."""
-        for k, now, then in zip(self.owned, versions_of(self.owned.values()), self.versions, strict=True):
-            if now != then and k not in scratch:
+        for k in self.written():
+            if k not in scratch:
                 parameter = isinstance(self.owned[k], nn.Parameter)
                 before = "optimizer.step()" if parameter else "the next forward, or what else changes it"
                 raise RuntimeError(
