@@ -6,7 +6,7 @@ data ``d`` is ``problem.data[d]``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from solvers.errors import ProblemError, check_whole
 
@@ -107,6 +107,13 @@ class Problem:
     def backward_order(self) -> list[int]:
         """Nodes with a backward, in the order in which backwards run."""
         return [i for i in reversed(range(len(self.nodes))) if self.nodes[i].backward]
+
+    def free_reruns(self) -> Problem:
+        """The problem in which nodes that may run again only ``within`` some backwards run once. Its schedules are
+        schedules of this one; solvers that know no ``within`` take it.
+        """
+        nodes = (n if n.within is None else replace(n, rerun=False, within=None) for n in self.nodes)
+        return replace(self, nodes=tuple(nodes))
 
     def verify(self) -> None:
         """Raise ``ProblemError`` for the first invariant that does not hold."""

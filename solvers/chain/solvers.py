@@ -37,7 +37,9 @@ def _planner(problem: Problem, request: Request) -> ChainPlanner:
     def report(doing: str, part: float) -> None:
         request.report(None, problem.eager_time, f"{doing} {100 * part:.0f} %")
 
-    return ChainPlanner(problem, grid=Grid(solver=options, threads=1), report=report, remaining=request.remaining)
+    return ChainPlanner(
+        problem.free_reruns(), grid=Grid(solver=options, threads=1), report=report, remaining=request.remaining
+    )
 
 
 def _frontier(problem: Problem, request: Request) -> Frontier:
@@ -60,7 +62,7 @@ def _baseline(name: str, schedules: Callable[[Problem], Iterable[Schedule]]) -> 
 
     @register(Problem, name)
     def solver(problem: Problem, request: Request) -> Answer:
-        walked = [(walk(problem, s), s) for s in schedules(problem)]
+        walked = [(walk(problem, s), s) for s in schedules(problem.free_reruns())]
         fitting = [(w.time, w.peak, s) for w, s in walked if w.peak <= request.budget]
         if not fitting:
             least = min(w.peak for w, _ in walked)

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from solver_cases import MIB, gpt_chain, lin_relu_lin
-from solver_strategies import problems
+from solver_strategies import limited_problems, problems
 
 from solvers import (
     Backward,
@@ -24,7 +24,9 @@ from solvers import (
     format_schedule,
     keep_everything,
     parse_schedule,
+    solve,
     solve_chain,
+    solver_names,
     walk,
 )
 from solvers.chain.chain import with_single_nodes
@@ -115,6 +117,16 @@ def test_nominal_memory_of_plain_chains_is_never_exceeded(problem: Problem) -> N
     planner = ChainPlanner(problem, kind_options(problem, SMALL), slots=costs.keep_everything_need() + 1)
     for m in table.breakpoints():
         assert planner.solve(m).walk.recompute <= table.top[0, m]
+
+
+@settings(deadline=None, max_examples=30)
+@given(limited_problems(max_nodes=5))
+def test_all_solvers_heed_where_nodes_may_run_again(problem: Problem) -> None:
+    whole = walk(problem, keep_everything(problem)).peak
+    for name in solver_names(problem):  # the walker judges what they return
+        found = solve(problem, budget := whole * 3 // 4, name)
+        assert found.peak is None or found.peak <= budget
+        assert solve(problem, whole, name).cost is not None or name not in ("auto", "rotor", "checkmate", "keep_all")
 
 
 def test_infeasible_budget_says_what_would_do() -> None:
