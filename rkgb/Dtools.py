@@ -261,7 +261,7 @@ class _Probe:
 
     def _changes_unseen(self, node: Node, v: int) -> bool:
         """Whether the node may change ``v`` without the version counter showing it."""
-        if self.env[v].is_meta or not self.values[v].stride:
+        if self.env[v].is_meta or self.env[v].layout != torch.strided:
             return False
         is_buffer = v in self.b.sources and self.b.sources[v].kind == "buffer"
         return is_buffer or self.env[v].is_inference() or is_python(node)  # Python may write into .data

@@ -148,3 +148,28 @@ def test_sizes_are_those_of_the_sample() -> None:
     graphs = make_all_graphs(ShapedByData(), x)
     sizes = {n.name: graphs.D.values[n.outputs[0]].shape for n in graphs.D.nodes}
     assert sizes["positive"] == (8,)
+
+
+@torch.library.custom_op("rkgb_tests::counted", mutates_args=())
+def counted(x: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+    """Twice ``x``. It counts its calls, and no version counter tells."""
+    calls.data.add_(1)
+    return 2 * x
+
+
+class CountingInAnOperator(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return counted(x, self.calls)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_buffer_that_is_written_unseen(shape: tuple[int, ...]) -> None:
+    module = CountingInAnOperator(shape)
+    graph = make_all_graphs(module, randn(4, 8, seed=1)).D
+    written = [graph.storages[s].owner for facts in graph.facts for s in facts.writes]
+    assert written == [None]
+    assert module.calls.sum() == 0
