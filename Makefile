@@ -12,6 +12,8 @@ OMP_NUM_THREADS ?= 1
 export NO_MKDOCS_2_WARNING := 1
 
 BIN := .venv/bin
+# What "dev" in pyproject.toml includes is not installed again.
+INCLUDED := $(patsubst %,.venv/.installed-%,test docs plot)
 SOURCES := rockmate rkgb solvers tests benchmarks scripts notebooks examples
 EXISTING = $(wildcard $(SOURCES))
 
@@ -58,4 +60,4 @@ clean:
 
 .venv/.installed-%: pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$*]" -c constraints.txt
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(INCLUDED))

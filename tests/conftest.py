@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +13,10 @@ import pytest
 
 import rkgb.warn
 import rockmate.calls.bound
+import solvers.chain.costs
+from solvers.block.block import BlockView, Option
+from solvers.block.ilp import Grid, TimeLimit, view_options
+from solvers.chain.costs import SolvedViews
 
 os.environ["ROCKMATE_CACHE"] = "off"  # before anything plans; programs that tests start inherit it
 
@@ -27,11 +33,36 @@ def _small_models_are_planned_as_large_ones(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rockmate.calls.bound, "_QUICK", 0)
 
 
+SOLVED: SolvedViews = {}
+
+
+@pytest.fixture(autouse=True)
+def _blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The options of a block follow from its figures. Tests that plan one model share them, but for tests of solvers,
+    and of searches whose time is limited.
+    """
+
+    def once(view: BlockView, grid: Grid, report: Callable[[float], None], limit: TimeLimit) -> tuple[Option, ...]:
+        key = view.key, grid
+        if limit.remaining() < math.inf:
+            return view_options(view, grid, report, limit)
+        if key not in SOLVED:
+            SOLVED[key] = view_options(view, grid, report, limit)
+        return SOLVED[key]
+
+    if request.path.parent.name != "solvers":
+        monkeypatch.setattr(solvers.chain.costs, "view_options", once)
+
+
+FILES = itertools.count(1)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _the_collector_takes_all_back() -> Iterator[None]:
-    """What is left out while a file's tests run is collected behind them."""
+    """What is left out while tests run is collected behind each eighth file: to go through all takes half a second."""
     yield
-    gc.unfreeze()
+    if next(FILES) % 8 == 0:
+        gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from allocator_model import MIB
+from programs import load
 from simulated_allocator import Allocator
 
 from rkgb.errors import AllocatorError
 from rockmate.planning.reserved import Alloc, Free
 
-ROOT = Path(__file__).parents[1]
-
-
-def load_recorded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recorded", ROOT / "benchmarks/gpu_run/recorded.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["recorded"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-recorded = load_recorded()
+recorded = load("benchmarks/gpu_run/recorded.py")
 read_segments, read_trace, replay_trace = recorded.read_segments, recorded.read_trace, recorded.replay_trace
 EmptyCache, replay = recorded.EmptyCache, recorded.replay
 

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import ast
 import copy
-import importlib.util
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from models import randn
+from programs import ROOT, load
 from torch import nn
 
 from rkgb.Btools import make_B
@@ -33,7 +32,6 @@ from rkgb.trace.record import record
 from rockmate import rotor
 from rockmate.demo import compare
 
-ROOT = Path(__file__).parents[1]
 META = torch.device("meta")
 
 
@@ -187,17 +185,9 @@ def test_random_tensors_made_of_none_are_random(request: pytest.FixtureRequest) 
     assert [node.name for node, facts in zip(d.nodes, d.facts, strict=True) if facts.random] == ["rand"]
 
 
-def program(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_of_devices", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_benchmark_of_the_zoo_on_a_device(drawn_elsewhere: None) -> None:
     """Gradients on the outputs' device, and its generator's state compared; the meta device stands for a GPU."""
-    zoo = program("zoo")
+    zoo = load("benchmarks/zoo.py")
     model, (x,), _ = zoo.moved((nn.Linear(3, 3), (randn(2, 3, seed=1),), {}), "meta")
     found = zoo.step(model, model, (x,), {}, {})
     assert found["gradients"][0].device == META

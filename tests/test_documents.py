@@ -11,14 +11,13 @@ import io
 import json
 import os
 import re
-import sys
 import tomllib
 from decimal import ROUND_HALF_UP, Decimal
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
+from programs import ROOT, load
 
 from solvers import Problem
 from solvers.block import ilp_model
@@ -26,7 +25,6 @@ from solvers.block.block import block_view
 from solvers.solve import KINDS
 from solvers.whole import relaxation
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 ROOMS = ("rkgb/README.md", "solvers/README.md", "rockmate/README.md")
 DOCUMENTS = [*(str(path.relative_to(ROOT)) for path in (*sorted(ROOT.glob("*.md")), *PAGES)), *ROOMS]
@@ -34,15 +32,6 @@ DOCUMENTS = [*(str(path.relative_to(ROOT)) for path in (*sorted(ROOT.glob("*.md"
 
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
-
-
-def load(path: str) -> ModuleType:
-    """A program of the repository as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec and spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where inspect looks for sources
-    spec.loader.exec_module(module)
-    return module
 
 
 def section(document: str, title: str) -> str:

@@ -5,7 +5,6 @@ meter or its callback.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -16,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from programs import ROOT, load
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LIBRARIES = ("accelerate", "lightning", "peft", "torchvision", "transformers")
 LINE = re.compile(r"^( *).*\b(?:rockmate|meter)\.\w+.*$", re.MULTILINE)
@@ -26,12 +25,8 @@ ARGUMENT = re.compile(r"^ *callbacks=\[RockmateCallback\(.*\)\],\n", re.MULTILIN
 
 def let_torchvision_be_imported() -> None:
     """Where its compiled operators do not load."""
-    if "vision" not in sys.modules:  # as tests/training imports it
-        spec = importlib.util.spec_from_file_location("vision", ROOT / "tests" / "training" / "vision.py")
-        assert spec and spec.loader
-        sys.modules["vision"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["vision"])
-    sys.modules["vision"].import_can_go_on()
+    vision = sys.modules.get("vision") or load("tests/training/vision.py")  # as tests/training imports it
+    vision.import_can_go_on()
 
 
 def without_rockmate(source: str) -> str:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from programs import ROOT, load
 
-ROOT = Path(__file__).parents[1]
 PROGRAM = "benchmarks/gpu.py"
 SECTIONS = ("versions", "tests", "zoo", "bytes", "scripts", "time", "launch", "fits", "peers")
 
@@ -115,21 +113,11 @@ def test_the_page(results: Path, records: list[dict[str, Any]], tmp_path: Path) 
     assert "cut short" in gpu("--page", str(cut))
 
 
-def package(name: str) -> ModuleType:
-    """A module of the benchmark's that needs nothing but Python."""
-    spec = importlib.util.spec_from_file_location(f"gpu_{name}", ROOT / "benchmarks" / "gpu_run" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_what_a_part_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that hangs, and has a process of its own that hangs, is over soon after its limit; one that crashes is
     said to have."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu_run" / ".."))
-    runner = package("runner")
+    runner = load("benchmarks/gpu_run/runner.py")
     program, pid, out = tmp_path / "program.py", tmp_path / "pid", tmp_path / "out.jsonl"
     program.write_text(
         "import subprocess, sys, time\n"

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from programs import ROOT, load
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+BENCHMARKS = ROOT / "benchmarks"
 
 
 zoo, features = load(BENCHMARKS / "zoo.py"), load(BENCHMARKS / "features.py")

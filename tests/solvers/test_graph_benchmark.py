@@ -1,10 +1,7 @@
-"""The benchmark's short version runs; on the public graphs, where they are at hand, the known optima are proven."""
+"""On the public graphs, where they are at hand, the known optima are proven."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -52,24 +49,3 @@ def test_public_graphs_are_solved_to_the_known_optimum(name: str, fraction: floa
 def test_public_graphs_are_no_worse_than_known(name: str, fraction: float, known: float) -> None:
     cost, bound = overheads(name, fraction)
     assert bound <= cost <= known
-
-
-def test_the_short_benchmark_runs(tmp_path: Path) -> None:
-    """As the one command it is; without public graphs, it says so instead of counting them."""
-    out = tmp_path / "found.json"
-    command = ["benchmarks/solver_graphs.py", "--short", "--seconds", "3", "--graphs", str(tmp_path / "none")]
-    run = subprocess.run(
-        [sys.executable, *command, "--out", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    found = json.loads(out.read_text())
-    assert found["public"].startswith("not run: no directory")
-    lines = [*found["synthetic"], *found["large"]]
-    assert all(line["bound_percent"] <= line["overhead_percent"] for line in lines if line["status"] != "unknown")
-    assert found["walker"]["rejections"] == 0
-    assert sum(found["walker"]["by_solver_and_status"].values()) == found["walker"]["problems"] == 100

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from graph_strategies import cheapest, graphs, least_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import ROOT, load
 
 from solvers import (
     Del,
@@ -33,19 +32,10 @@ from solvers import (
 )
 from solvers.whole.stages import Reruns, memory, schedule_graph, staged_graph, timeline
 
-ROOT = Path(__file__).resolve().parents[2]
 TERA = 10**13
 
 
-def load_instances() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("instances", ROOT / "benchmarks/instances.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-instances = load_instances()
+instances = load("benchmarks/instances.py")
 
 
 def graph(*nodes: tuple[int, int, tuple[int, ...]]) -> GraphProblem:

@@ -1,10 +1,11 @@
 """What each of two processes runs in ``test_distributed``: training with and without Rockmate, compared here.
 
-``attached_ranks`` has the same for models that are attached.
+``attached_ranks`` has the same for models that are attached, ``sharded_ranks`` for those that are sharded.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,11 +33,15 @@ IDS = (4, 16)
 
 def start(rank: int, module: str, works: tuple[str, ...], folder: str) -> None:
     """The program of one process: the functions ``works`` of ``module``, one after the other."""
+    import torch._dynamo
+
     torch.set_num_threads(1)
+    made = importlib.import_module(module)
+    gc.freeze()  # measuring calls Python's collector, which would go through all that imports have left
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     try:
         for work in works:
-            getattr(importlib.import_module(module), work)(rank, Path(folder))
+            getattr(made, work)(rank, Path(folder))
     finally:
         dist.destroy_process_group()
 

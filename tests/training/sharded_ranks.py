@@ -1,4 +1,4 @@
-"""What each of two processes runs in ``test_sharded``: a sharded model, as it is and with one budget for all of it."""
+"""What each of two processes runs in ``test_distributed``: a sharded model, as it is and with one budget for all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from against_eager import assert_same
 from models import randn
+from ranks import RANKS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,7 +22,6 @@ from torch.nn import functional as F
 from rockmate import Attachment, attach, measure_peak
 from rockmate.follow.plan import FollowedPlan
 
-RANKS = 2
 WIDTH = 64
 ROWS = 1024
 
@@ -36,16 +36,6 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
         return result
-
-
-def start(rank: int, folder: str) -> None:
-    """The program of one process."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    try:
-        work(rank, Path(folder))
-    finally:
-        dist.destroy_process_group()
 
 
 class Skipping(nn.Sequential):
@@ -156,7 +146,7 @@ def peak_of(model: nn.Module, rank: int) -> int:
     return min(peaks)
 
 
-def work(rank: int, _: Path) -> None:
+def one_budget(rank: int, _: Path) -> None:
     """One budget for the whole model: equal results, and the peak within it."""
     for way, make in WAYS.items():
         eager = [0] * RANKS

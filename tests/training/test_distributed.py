@@ -16,9 +16,9 @@ from torch import multiprocessing
     [
         ("ranks", ("ddp", "ddp_one_plan", "ddp_accumulation", "ddp_budget", "ddp_overlap")),
         ("ranks", ("fsdp", "fsdp_budget", "other_way_round")),
-        ("attached_ranks", ("equal_with_all_options", "measured_once")),
-        ("attached_ranks", ("overlap", "accumulation", "other_way_round")),
+        ("attached_ranks", ("equal_with_all_options", "measured_once", "overlap", "accumulation", "other_way_round")),
         ("attached_ranks", ("compiled",)),
+        ("sharded_ranks", ("one_budget",)),
     ],
     ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )

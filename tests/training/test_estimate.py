@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
-import json
 import sys
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -348,19 +345,6 @@ def test_between_measured_sizes() -> None:
     assert fitted(POINTS, (40, 80, 120, 160), 10, Fraction(1)) == (100, True)
     assert fitted(POINTS, (40, 80, 80, 160), 10, Fraction(1)) == (80, False)
     assert fitted(POINTS, (40, 80, 80, 160), 8, Fraction(1)) == (80, True)
-
-
-def test_short_benchmark(tmp_path: Path) -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "estimate.py"
-    spec = importlib.util.spec_from_file_location("estimate_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = program
-    spec.loader.exec_module(program)
-    assert program.main(["--short", "--out", str(tmp_path / "found.json")]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert set(found) == set(program.SHORT)
 
 
 class Looks(nn.Module):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
+from programs import load
 from torch import nn
 
 import rkgb
@@ -26,18 +25,8 @@ from rockmate.run.functions import needs_no_recording
 from solvers import all_baselines
 
 
-def benchmark() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "executor.py"
-    spec = importlib.util.spec_from_file_location("executor_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["executor_benchmark"] = importlib.util.module_from_spec(spec)  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_work_in_python_does_not_grow_with_the_batch(tmp_path: Path) -> None:
-    launch, rows = benchmark().main(["--short", "--out", str(tmp_path / "executor.json")])
+    launch, rows = load("benchmarks/executor.py").main(["--short", "--out", str(tmp_path / "executor.json")])
     written = json.loads((tmp_path / "executor.json").read_text())
     assert len(written["python"]) == len(rows) == 4
     assert [step["what"] for step in written["launch"]["steps"]] == [step.what for step in launch.steps]
@@ -75,7 +64,7 @@ def test_few_python_calls_for_each_packed_tensor_and_each_rerun() -> None:
     """From the second step on, as the first one learns what is packed where. A second run is counted with what is
     handed to autograd afterwards and with putting back generators, which are most of the calls.
     """
-    bench = benchmark()
+    bench = load("benchmarks/executor.py")
     model = GPT(2, 32, 4, 16, 256)
     ids = torch.randint(256, (1, 16))
     keeping = bench.planned(model, ids, 100, None)._last

@@ -39,6 +39,18 @@ def compiled_in_place(call: nn.Module) -> Any:
     yield from step(call, (X[:40],))
 
 
+def test_guards_of_other_captures_only_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To time them takes longer than to make them: TorchDynamo empties the processor's caches before."""
+    timed: list[float] = []
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: timed.append(1.0) or 1.0)
+    model = net()
+    handle = attach(model, "90%", costs="flops", cache=False)
+    square_loss(model(X)).backward()
+    assert handle.plan is not None and not timed
+    torch.compile(net(1), backend="eager")(X)
+    assert timed
+
+
 @pytest.mark.parametrize("way", [compiled, compiled_within, compiled_in_place], ids=lambda way: way.__name__)
 def test_a_rockmate_runs_as_it_is_under_torch_compile(way: Any) -> None:
     """Its plan is not compiled; what lies around it is."""

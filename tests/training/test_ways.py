@@ -164,10 +164,6 @@ def planned_in_between(_: Any, call: nn.Module) -> Any:
     second.backward()
 
 
-def two_forwards(_: Any, call: nn.Module) -> Any:
-    (square_loss(call(X)) + square_loss(call(X + 1))).backward()
-
-
 def two_of_one_model(model: Any, call: nn.Module) -> Any:
     (square_loss(call(X)) + square_loss(like(call, model)(X + 1))).backward()
 
@@ -206,22 +202,6 @@ def frozen_and_thawed(_: Any, call: nn.Module) -> Any:
     yield from step(call, (X,))
 
 
-def gradients_kept_as_zeros(_: Any, call: nn.Module) -> Any:
-    for _ in range(2):
-        yield from step(call, (X,))
-        yield nn.utils.clip_grad_norm_(call.parameters(), 0.1)
-        call.zero_grad(set_to_none=False)
-
-
-def loader_with_a_smaller_last_batch(_: Any, call: nn.Module) -> Any:
-    for x in torch.utils.data.DataLoader(list(X[:50]), batch_size=20):
-        yield from step(call, (x,))
-
-
-def half_precision(_: Any, call: nn.Module) -> Any:
-    yield from step(call.half(), (X.half(),))
-
-
 def state_loaded_by_assignment(_: Any, call: nn.Module) -> Any:
     call.load_state_dict({k: v.clone() * 2 for k, v in call.state_dict().items()}, assign=True)
     yield from step(call, (X,))
@@ -253,15 +233,11 @@ WAYS: list[Callable[[Any, nn.Module], Any]] = [
     forward_mode,
     unused_tensors,
     planned_in_between,
-    two_forwards,
     two_of_one_model,
     inside_a_larger_model,
     gradients_on_and_off,
     eval_with_gradients,
     frozen_and_thawed,
-    gradients_kept_as_zeros,
-    loader_with_a_smaller_last_batch,
-    half_precision,
     state_loaded_by_assignment,
     a_batch_of_nothing,
     a_batch_from_inference_mode,
