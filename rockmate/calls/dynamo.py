@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from rkgb.collector import COLLECTING_RARELY
 from rkgb.trace import respelled
+from rockmate.calls.guards import guard_what_equals_and_differs
 from rockmate.calls.unguarded import is_captured, see_what_is_not_guarded, wrap
 
 _SETTINGS = {
@@ -55,6 +56,7 @@ def prepare() -> None:
     wrap(torch._dynamo.convert_frame.CatchErrorsWrapper, "__call__", _under_settings)
     wrap(torch._dynamo.guards, "profile_guard_manager", _timed)
     see_what_is_not_guarded()
+    guard_what_equals_and_differs()
     know_sizes_of_recurrent_layers()
 
 

@@ -118,7 +118,6 @@ def see_what_is_not_guarded() -> None:
     - Code of the user's that catches the error for a key or an attribute that is not there is not captured, since
       nothing guards that it is not there. In installed packages it is.
     - Orders of ``OrderedDict``, and what classes of the user's have, are noted (``Noted``).
-    - Whether two objects are the same is guarded.
     - Code of the user's, or of a model of transformers, that asks whether it is compiled is told that it is not, as in
       eager mode.
     - Profilers that the code opens are not left out: it is not captured.
@@ -136,20 +135,16 @@ def see_what_is_not_guarded() -> None:
     wrap(translation.InstructionTranslatorBase, "_format_value", _as_text)
     wrap(variables.builtin.BuiltinVariable, "call_format", _by_its_spec)
     wrap(variables.builtin.BuiltinVariable, "call_round", _to_ones)
-    for name, same in (("is", True), ("is not", False)):
-        compare = translation.compare_op_handlers[name]
-        if not isinstance(compare, functools.partial):
-            translation.compare_op_handlers[name] = functools.partial(_compared, compare, same)
-    # What == and "in" of objects come to, in newer versions.
-    wrap(getattr(variables, "object_protocol", None), "vt_identity_compare", _identified)
 
 
 def wrap(holder: Any, name: str, around: Callable[..., Any]) -> bool:
     """Have ``around`` called in the place of a function, with that function as its first argument. Whether this is new:
     not where it is done already, or there is no such function.
     """
-    original = getattr(holder, name, None)
-    if original is None or getattr(original, "by_rockmate", None) is around:
+    known = original = getattr(holder, name, None)
+    while known is not None and getattr(known, "by_rockmate", None) is not around:
+        known = getattr(known, "__wrapped__", None)
+    if original is None or known is not None:
         return False
 
     @functools.wraps(original)
@@ -237,39 +232,3 @@ def _to_ones(
     if is_captured() and (digits or kwargs) and isinstance(getattr(number, "sym_num", None), torch.SymInt):
         raise torch._dynamo.exc.Unsupported("a whole number that changes is rounded to tens")
     return round_(function, translator, number, *digits, **kwargs)
-
-
-def _compared(compare: Callable[..., Any], same: bool, translator: Any, pair: list[Any], more: Any) -> Any:
-    """``pair[0] is pair[1]``, or "is not" where ``same`` is False."""
-    found = compare(translator, pair, more)
-    if is_captured() and found.is_python_constant():
-        _guard_identity(pair[0], pair[1], bool(found.as_python_constant()) == same)
-    return found
-
-
-def _identified(compare: Callable[..., Any], left: Any, right: Any) -> Any:
-    found = compare(left, right)
-    kind = torch._dynamo.variables.UserDefinedObjectVariable
-    if found is not None and is_captured() and isinstance(left, kind) and isinstance(right, kind):
-        _guard_identity(left, right, bool(found.as_python_constant()))
-    return found
-
-
-def _guard_identity(left: Any, right: Any, same: bool) -> None:
-    """Capture again where that ``left`` and ``right`` are one object, or two, is otherwise. What has no source is made
-    by the captured code; constants have guards of their own.
-    """
-    pair = [x.realize() if hasattr(x, "realize") else x for x in (left, right)]
-    sources = [x.source for x in pair]
-    variables: Any = torch._dynamo.variables
-    constants = variables.ConstantVariable, variables.SymNodeVariable
-    if None in sources or any(isinstance(x, constants) for x in pair):
-        return
-    one, other = sources
-    name = other.name() if callable(other.name) else other.name  # a method, in older versions
-
-    def IDENTITY(builder: Any, guard: Any) -> None:  # TorchDynamo shows this name
-        code = [f"({builder.arg_ref(guard)} is {builder.arg_ref(name)}) == {same}"]
-        builder.add_python_lambda_leaf_guard_to_root(code, code)
-
-    torch._dynamo.guards.install_guard(one.make_guard(IDENTITY))
