@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 
 from rkgb.storages import has_memory, storage_key
 from rkgb.trees import tensors_in
-from rockmate.calls.captured import Checkpointed, name_of
+from rockmate.calls.captured import name_of
 
 _IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split())
 
@@ -46,14 +46,5 @@ def memory_of(node: fx.Node) -> set[int]:
 
 def inputs_of_functions(program: fx.GraphModule) -> frozenset[str]:
     """The inputs that are handed to an ``autograd.Function``: a number among them may count in its backward only."""
-    called = (n for n in program.graph.nodes if _calls_function(program, n))
+    called = (n for n in program.graph.nodes if n.op == "call_module" or isinstance(n.target, HigherOrderOperator))
     return frozenset(i.name for n in called for i in n.all_input_nodes if i.op == "placeholder")
-
-
-def _calls_function(program: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op != "call_module":
-        return isinstance(node.target, torch._ops.HigherOrderOperator)
-    called = program.get_submodule(str(node.target))
-    if isinstance(called, Checkpointed):
-        return any(_calls_function(called.body, n) for n in called.body.graph.nodes)
-    return True
