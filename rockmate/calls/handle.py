@@ -58,7 +58,7 @@ class Handle(Front):
         self._begun = 1  # times that one graph was tried
         self.reason = ""
         self._refused = self._detached = False
-        terms.steps.add(self)
+        terms.users.add(self)
         self._run_before: set[Hashable] = set()  # kinds of calls that ran while another one was looked at
         self._failing: set[Hashable] = set()  # kinds of calls that the model itself refused
         self._lazy = True  # whether there may be layers that have no sizes yet
@@ -147,7 +147,7 @@ class Handle(Front):
         if self.terms.budget == before:
             return
         self._look_again()
-        for other in self.terms.steps.users():
+        for other in list(self.terms.users):
             if other is not self:
                 other.plan_anew()
 
@@ -156,7 +156,7 @@ class Handle(Front):
         before.
         """
         terms, device = self.terms, self.device(inputs)
-        terms.steps.begin(terms)
+        terms.steps.begin()
         if not terms.is_auto or terms.steps.waiting() or not terms.begin_step(device):
             return
         try:
