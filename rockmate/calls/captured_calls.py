@@ -20,7 +20,6 @@ from rkgb.trace.patches import TRACING
 from rkgb.trees import unflatten
 from rkgb.warn import warn
 from rockmate.calls.adapted import adapted
-from rockmate.calls.bound import rough_peak
 from rockmate.calls.call_look import CallLook, ObservedCall
 from rockmate.calls.captured import captured_sources
 from rockmate.calls.free import Extent, FreeCalls
@@ -30,6 +29,7 @@ from rockmate.calls.look import Look
 from rockmate.calls.made import PlansOfCalls
 from rockmate.calls.observe import Observer
 from rockmate.calls.runnable import Runnable, make_runnable, reads_more, solved_again
+from rockmate.calls.structure import rough_peak
 from rockmate.calls.surroundings import undisturbed, witnesses
 from rockmate.calls.turns import Turn
 from rockmate.calls.ways import PlannedWays, waits_of, with_gradients
