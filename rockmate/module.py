@@ -17,7 +17,7 @@ import torch
 from rkgb.sample import Sample
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
-from rockmate.calls.listed import PlannedCall
+from rockmate.calls.handle import PlannedCall
 from rockmate.calls.others import watch_layers
 from rockmate.calls.runnable import Runnable
 from rockmate.calls.terms import Terms

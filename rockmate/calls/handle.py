@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Self
 
@@ -17,7 +19,6 @@ from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import CapturedCalls
 from rockmate.calls.free import FreeCalls
 from rockmate.calls.front import Front
-from rockmate.calls.listed import PlannedCall, named
 from rockmate.calls.look import end_look
 from rockmate.calls.others import unwatch_layers
 from rockmate.calls.remembered import RememberedCall
@@ -37,6 +38,34 @@ from rockmate.planning.planner import Planner
 from rockmate.planning.wrappers import take_call
 from rockmate.tell import SILENT
 from solvers import Frontier
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """A kind of call, in a few words for each of its inputs, and its plan; None if the budget does not bind for it.
+
+    ``name``: the words of ``call`` in one text. Where they do not tell kinds apart, as in two calls that differ in what
+    the model's Python reads, those after the first are numbered: "x float32[8, 64], train (2)".
+    """
+
+    call: tuple[str, ...] = field(repr=False)
+    plan: Plan | FollowedPlan | None
+    name: str
+
+
+def named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | FollowedPlan | None]]) -> list[PlannedCall]:
+    """Kinds of calls in the order in which they are given; those of the same words are numbered as the number before
+    them rises.
+    """
+    kinds = list(kinds)
+    found = [PlannedCall(call, plan, ", ".join(call)) for _, call, plan in kinds]
+    known: Counter[str] = Counter()
+    for k in sorted(range(len(found)), key=lambda k: kinds[k][0]):
+        name = found[k].name
+        known[name] += 1
+        if known[name] > 1:
+            found[k] = replace(found[k], name=f"{name} ({known[name]})")
+    return found
 
 
 class Handle(Front):
