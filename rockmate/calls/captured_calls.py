@@ -31,8 +31,8 @@ from rockmate.calls.observe import Observer
 from rockmate.calls.runnable import Runnable, make_runnable, reads_more, solved_again
 from rockmate.calls.structure import rough_peak
 from rockmate.calls.surroundings import undisturbed, witnesses
-from rockmate.calls.turns import Turn
 from rockmate.calls.ways import PlannedWays, waits_of, with_gradients
+from rockmate.calls.whole_steps import Turn
 from rockmate.errors import BudgetWarning, CannotBeCalledError
 from rockmate.run.executor import CallState
 from solvers.interrupts import Heeded

@@ -20,7 +20,7 @@ from rockmate.calls.look import LET_GO
 from rockmate.calls.runnable import ROOM_TO_KEEP
 from rockmate.calls.step_look import StepLook
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
-from rockmate.calls.turns import Turn
+from rockmate.calls.whole_steps import Turn
 from rockmate.errors import BudgetWarning
 from rockmate.planning.plan import line_of_call
 from rockmate.planning.ways import Ways

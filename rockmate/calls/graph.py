@@ -17,11 +17,11 @@ from rkgb.storages import has_memory, storage_key
 from rkgb.trace.meta import without_data
 from rkgb.trees import tensors_in
 from rockmate.calls.captured import Captured, captured_sources, without_wrappers
+from rockmate.calls.families import Shown
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.numbers import split
 from rockmate.calls.runnable import Runnable
-from rockmate.calls.shown import Shown
 from rockmate.calls.structure import Results, computes_unread, inputs_of_functions, writes
 from rockmate.calls.surroundings import undisturbed
 from rockmate.pieces.program import Choices, Pieces, with_compiled_pieces

@@ -16,8 +16,7 @@ from typing import Any
 from rkgb.warn import warn
 from rockmate.budget import show_at_least, show_at_most, show_bytes
 from rockmate.calls.look import FAILED, Look
-from rockmate.calls.turns import Turn
-from rockmate.calls.whole_steps import Form, KnownStep, WholeStep, form_of, phases_of
+from rockmate.calls.whole_steps import Form, KnownStep, Turn, WholeStep, form_of, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.plan import line_of_call, some_of
 from rockmate.planning.ways import Ways, peak_of

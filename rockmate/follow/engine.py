@@ -21,7 +21,7 @@ from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.look import Look
 from rockmate.calls.surroundings import INSTEAD, warn_unplanned
-from rockmate.calls.turns import Turn
+from rockmate.calls.whole_steps import Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.following import following, lasting_of

@@ -27,7 +27,7 @@ from solvers.tables import html_facts, html_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rockmate.planning.page import MemoryPage
+    from rockmate.planning.plot import MemoryPage
 
 # Plans that are by this fraction of the step above a proven bound, or less, are called the least.
 PROVEN = 1e-4
@@ -194,7 +194,7 @@ class Plan(PlanFields):
         Under the mouse, each step says its operation, module path and source line, what is live meanwhile, and whether
         its results are kept or computed again. Raises ``ImportError`` where plotly is missing.
         """
-        from rockmate.planning.page import Place, save_memory_html
+        from rockmate.planning.plot import Place, save_memory_html
 
         s = self.graph.s
         main = [s.main(i) for i in range(len(s.nodes))]
