@@ -8,7 +8,7 @@ from rockmate.follow.known import Known
 from rockmate.follow.plan import FollowedPlan, find, find_least
 from rockmate.follow.planned import FollowedProgram, program_of
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.ways import FoundWays
+from rockmate.planning.ways import FoundWays, peak_of
 from solvers import InfeasibleError, Problem, Schedule, walk
 from solvers.calls import Way
 
@@ -16,12 +16,13 @@ SECONDS = 0.1
 """How long one way is looked for."""
 
 
-class FollowedWays(FoundWays):
+class FollowedWays(FoundWays[tuple[FollowedPlan, FollowedProgram]]):
     """Those of calls that compute as ``known``. ``made``: bytes of the gradients that their backward makes."""
 
     def __init__(self, known: Known, owner: object, made: int, options: PlanOptions) -> None:
-        assert known.plan is not None
-        super().__init__(known.found.problem, known.plan.schedule, 0, known.waits, known.searched)
+        assert known.plan is not None and known.program is not None
+        figures, runs = (known.found.problem, known.plan.schedule, 0), (known.plan, known.program)
+        super().__init__(*figures, known.waits, known.searched, runs)
         self.known, self.plan = known, known.plan
         self.owner, self.made, self.call, self.device = owner, made, known.call, known.device
         self.options = replace(options, time_limit=min(SECONDS, options.time_limit))
@@ -36,18 +37,7 @@ class FollowedWays(FoundWays):
         except InfeasibleError:
             return None
 
-    def placed(self, way: Way) -> tuple[FollowedPlan, FollowedProgram]:
-        """The plan of this way, ready to run."""
-        known = self.known
-        assert known.program is not None
-        if way == self.alone:
-            return self.plan, known.program
-        schedule = self.found[way]
-        plan = replace(
-            self.plan,
-            budget=max(way.forward, way.backward),
-            schedule=schedule,
-            walk=walk(self.problem, schedule),
-            lower_bound=None,
-        )
-        return plan, program_of(known.found, schedule, known.seen)
+    def lowered(self, way: Way, schedule: Schedule) -> tuple[FollowedPlan, FollowedProgram]:
+        walked = walk(self.problem, schedule)
+        plan = replace(self.plan, budget=peak_of(way), schedule=schedule, walk=walked, lower_bound=None)
+        return plan, program_of(self.known.found, schedule, self.known.seen)
