@@ -17,11 +17,10 @@ from rkgb.warn import warn_once
 from rockmate.budget import UNLIMITED, Budget, parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import CapturedCalls
-from rockmate.calls.free import FreeCalls
+from rockmate.calls.free import FreeCalls, RememberedCall
 from rockmate.calls.front import Front
 from rockmate.calls.look import end_look
 from rockmate.calls.others import unwatch_layers
-from rockmate.calls.remembered import RememberedCall
 from rockmate.calls.roomy import RoomyCalls
 from rockmate.calls.runnable import Runnable
 from rockmate.calls.surroundings import Hooks

@@ -28,8 +28,8 @@ from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.terms import ALL_OUTPUTS, ONE_CALL
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.disk import places_of
 from rockmate.planning.kept import KeptCosts
-from rockmate.planning.places import places_of
 from rockmate.planning.planner import Planner
 from rockmate.planning.prepare import make_planner
 from rockmate.progress import Progress, Report

@@ -13,8 +13,7 @@ import torch
 
 from rkgb.device.kind import Moment
 from rockmate.budget import show_bytes
-from rockmate.calls.look import Look
-from rockmate.calls.step_look import StepLook
+from rockmate.calls.look import Look, StepLook
 from rockmate.planning.ways import Waits, Ways
 from solvers.calls import Phase, Way
 

@@ -34,9 +34,8 @@ from rockmate.follow.policy import Policy
 from rockmate.follow.problem import problem_of
 from rockmate.follow.record import Slot, form_of_op
 from rockmate.follow.reruns import Reruns
-from rockmate.follow.solving import Solving
+from rockmate.follow.solving import FollowedWays, Solving
 from rockmate.follow.tape import Tape
-from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
 from rockmate.planning.plan import line_of_call
 from rockmate.planning.ways import Ways

@@ -63,7 +63,7 @@ class Known:
     problem: tuple[str, int] | None = None
     used: set[Use] = field(default_factory=set)
     waits: Waits = field(default_factory=Waits)
-    ways: Any = None  # see rockmate.follow.ways
+    ways: Any = None  # see rockmate.follow.solving
     searched: dict[Asked, list[Schedule]] = field(default_factory=dict)  # for ``ways``
     then: weakref.ref[Known] | None = None
     frontier: Frontier | None = None

@@ -21,17 +21,15 @@ from rkgb.settings import settings
 from rkgb.trace.preserved import drop_saved, preserved
 from rockmate.pieces.dropout import with_seeds
 from rockmate.pieces.functional import without_writes
-from rockmate.pieces.fuse import Group, pieces_of, with_pieces
-from rockmate.pieces.groups import grouped
+from rockmate.pieces.fuse import Group, grouped, pieces_of, with_pieces
 from rockmate.pieces.inductor import at_once
 from rockmate.pieces.kernels import Form, form_of, isolated
 from rockmate.pieces.norms import with_statistics, without_statistics
 from rockmate.pieces.piece import Piece, Runner
 from rockmate.pieces.seen import Seen, watch
-from rockmate.planning.disk import named
+from rockmate.planning.disk import named, places_of
 from rockmate.planning.kept import versions
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.places import places_of
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
 from rockmate.planning.artefact import PlanFields, write_plan
 from rockmate.planning.kept import LOADED
-from rockmate.planning.problem import clocks_of
+from rockmate.planning.problem import clocks_of, usual_problem
 from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved
-from rockmate.planning.room import usual_problem
 from rockmate.run.watch import MeasuredStep
 from solvers import Bwd, Loss, Problem, Run, Schedule, Step, format_schedule, keep_everything, lower_bound, walk
 from solvers.clocks import Clocks

@@ -18,8 +18,7 @@ from rkgb.pipeline import make_K
 from rockmate.planning.finder import CARRIED, LITTLE, PlanFinder
 from rockmate.planning.kept import Bounded
 from rockmate.planning.plan import Plan
-from rockmate.planning.problem import problem_of
-from rockmate.planning.room import Room, bytes_of_outputs, grown, usual_room, wider
+from rockmate.planning.problem import Room, bytes_of_outputs, grown, problem_of, usual_room, wider
 from rockmate.progress import silent
 from solvers import Bwd, ChainPlan, Options, Schedule, ScheduleError, walk, with_deletes
 
