@@ -25,7 +25,8 @@ _WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
 
 
 class Captured(torch.nn.Module):
-    """``program``: a graph of TorchDynamo, without wrappers; its inputs are parameters, buffers, tensors and numbers.
+    """``program``: a graph of TorchDynamo, without wrappers; its inputs are parameters, buffers, tensors and numbers,
+    which come from ``sources`` (see ``captured_sources``).
 
     As a module it has the parameters and buffers under the names that they have in the model, and ``forward`` takes
     the other inputs, in order. It has them while ``holding`` is in force, so that it keeps no model alive.
@@ -33,16 +34,17 @@ class Captured(torch.nn.Module):
 
     pure = True  # see ``rkgb.Btools.is_pure``
 
-    def __init__(self, program: fx.GraphModule, arguments: Sequence[Any]) -> None:
+    def __init__(self, program: fx.GraphModule, arguments: Sequence[Any], sources: Sequence[str]) -> None:
         super().__init__()
         self.__dict__["program"] = program
+        self.sources = sources
         self.given: list[int] = []  # positions of the arguments of ``forward`` among the inputs
         self.names: list[str] = []  # of these, as the user would write them
         self._own: list[tuple[dict[str, Any], str, int]] = []
         self._at: dict[str, int] = {}  # parameters and buffers by name: positions among the inputs
         self.trained: list[tuple[str, int]] = []  # parameters that need gradients, by name: positions among the inputs
         self._lock, self._holders = threading.Lock(), 0
-        for k, (source, value) in enumerate(zip(captured_sources(program), arguments, strict=True)):
+        for k, (source, value) in enumerate(zip(sources, arguments, strict=True)):
             is_parameter = isinstance(value, torch.nn.Parameter)
             if not (is_parameter or (isinstance(value, torch.Tensor) and _BUFFER.search(source))):
                 self.given.append(k)

@@ -20,7 +20,7 @@ from rockmate.calls.captured import Captured, captured_sources, without_wrappers
 from rockmate.calls.families import Shown
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
-from rockmate.calls.numbers import split
+from rockmate.calls.numbers import NUMBER, split
 from rockmate.calls.runnable import Runnable
 from rockmate.calls.structure import Results, computes_unread, inputs_of_functions, writes
 from rockmate.calls.surroundings import undisturbed
@@ -52,7 +52,10 @@ class CapturedGraph:
                 self.pieces = with_compiled_pieces(self.tensors, inputs, self.front.pieces, choices)
             self.front.inside.compiled = time.perf_counter() - start
             self.tensors = self.pieces.program
-        self.module = Captured(self.tensors, inputs)
+        sources = captured_sources(self.program)
+        if self.split:
+            sources = [*(sources[k] for k in self.split.kept), *(f"{NUMBER}{k}" for k in range(len(self.split.uses)))]
+        self.module = Captured(self.tensors, inputs, sources)
         self.ready = True
 
     @contextmanager
@@ -75,7 +78,7 @@ class CapturedGraph:
 
     def shown_as(self, before: Shown) -> Shown | None:
         """The same of a call of another capture, as a call of this one; None if its inputs do not follow from those."""
-        known = dict(zip(captured_sources(before.module.__dict__["program"]), before.inputs or (), strict=False))
+        known = dict(zip(before.module.sources, before.inputs or (), strict=False))
         inputs = self.program.graph.find_nodes(op="placeholder")
         given: list[Any] = [known.get(source) for source in captured_sources(self.program)]
         examples = [node.meta.get("example_value") for node in inputs]

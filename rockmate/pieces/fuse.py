@@ -260,8 +260,6 @@ def with_pieces(program: fx.GraphModule, order: Sequence[fx.Node], groups: Seque
         if group is None:
             new[n] = graph.node_copy(n, outside)
             put_back(new[n], of)
-            if hasattr(n, "_dynamo_source"):
-                new[n]._dynamo_source = n._dynamo_source
         elif id(group) not in done:
             done.add(id(group))
             program.add_submodule(names[id(group.piece)], group.piece)

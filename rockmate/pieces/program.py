@@ -19,6 +19,7 @@ from rkgb.device import kind_of
 from rkgb.program import in_mode
 from rkgb.settings import settings
 from rkgb.trace.preserved import drop_saved, preserved
+from rockmate.calls.functions import copied
 from rockmate.pieces.dropout import with_seeds
 from rockmate.pieces.functional import without_writes
 from rockmate.pieces.fuse import Group, grouped, pieces_of, with_pieces
@@ -68,7 +69,7 @@ def with_compiled_pieces(
     ``inputs``: of a call, on which pieces are looked at; buffers and generators are put back. ``known``: pieces by
     their identity, those of other programs of the model. Raises ``PieceError`` for a piece whose numbers are wrong.
     """
-    program = copied(program)
+    program = fx.GraphModule(program, copied(program.graph))
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
     without_statistics(program)
     with_seeds(program, tensors[0].device)
@@ -125,17 +126,6 @@ class _Judge(fx.Interpreter):
         if piece not in self.judged:
             self.judged[piece] = self.choices.made(piece, args)
         return piece(*args) if self.judged[piece] else piece.eager(*args)
-
-
-def copied(program: fx.GraphModule) -> fx.GraphModule:
-    """The same program, to be changed."""
-    graph = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        known[node] = graph.node_copy(node, known.__getitem__)
-        if hasattr(node, "_dynamo_source"):
-            known[node]._dynamo_source = node._dynamo_source
-    return fx.GraphModule(program, graph)
 
 
 @dataclass(frozen=True)
