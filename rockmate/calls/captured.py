@@ -215,8 +215,8 @@ def without_wrappers(program: fx.GraphModule) -> None:
 
 def _put_inside(program: fx.GraphModule, node: fx.Node, body: fx.GraphModule) -> None:
     """Put the operations of ``body`` in the place of ``node``, whose first argument it is."""
-    held: fx.Node = node.all_input_nodes[0]
-    known: dict[fx.Node, fx.Node] = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=True))
+    held, given = node.all_input_nodes[0], node.args[1:]
+    known: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
     with program.graph.inserting_before(node):
         results: Any = program.graph.graph_copy(body.graph, known)
     for inner in body.graph.nodes:
