@@ -94,10 +94,6 @@ class Captured(torch.nn.Module):
                 found[v] = source.key if source.kind == "constant" else inputs[self._at[source.key]]
         return found
 
-    def missing_among(self, inputs: Sequence[Any]) -> frozenset[str]:
-        """Parameters among ``inputs`` that have no gradient but need one."""
-        return frozenset([name for name, k in self.trained if inputs[k].grad is None])
-
     def forward(self, *given: Any) -> Any:
         arguments: list[Any] = [None] * (len(self._own) + len(given))
         for held, name, k in self._own:

@@ -88,16 +88,6 @@ class Shown:
         """The same from a run on ``call``, which is not without data."""
         return None if self.program is None else graph_of_a_run(self.program, self.module, call, self.device)
 
-    def program_is(self, graphs: Graphs) -> bool:
-        """Whether the program is the one that ran on these sizes."""
-        return self.program is not None and is_same_program(self.program, graphs.B, self.device)
-
-    def graph_is(self, s: S_graph) -> bool:
-        """Whether the graph is ``s``, which ran on these sizes, or did not have to."""
-        if self.graphs is not None:
-            return True
-        return self.program is not None and self.graph_of_is(self.program, s)
-
     def graph_of_is(self, program: B_graph, s: S_graph) -> bool:
         """Whether the graph of ``program`` is ``s``, which has the sizes of the call."""
         d = self.graph_of(program)
@@ -179,13 +169,18 @@ class Family:
 
     @cached_property
     def is_shown(self) -> bool:
-        """Whether the graph shows without data at the sizes at which it ran. Then it does so at others."""
-        return self.shown.graph_is(self.traced.S)
+        """Whether the graph shows without data at the sizes at which it ran, or did not have to. Then it does so at
+        others.
+        """
+        if self.shown.graphs is not None:
+            return True
+        return self.shown.program is not None and self.shown.graph_of_is(self.shown.program, self.traced.S)
 
     @cached_property
     def is_traced_without_data(self) -> bool:
         """Whether the program does, and a run shows the rest."""
-        return self.shown.program_is(self.traced)
+        program = self.shown.program
+        return program is not None and is_same_program(program, self.traced.B, self.shown.device)
 
 
 class Families(dict[tuple[Hashable, Hashable], Family]):

@@ -102,7 +102,8 @@ class CapturedGraph:
     def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
         """(key, parameters without gradient that need one): see ``call_key``."""
         key = id(self), call_key(call.leaves, None), self._shared(), self.terms.made
-        return key, self.module.missing_among(self.now.inputs)
+        inputs = self.now.inputs
+        return key, frozenset([name for name, k in self.module.trained if inputs[k].grad is None])
 
     def sizeless(self, call: Call) -> Hashable:
         """The key of calls that differ from this one in sizes at most; whole numbers that it is given are sizes."""

@@ -107,11 +107,6 @@ class Look(ABC):
             self.in_gap = False
             self.gap_ends()
 
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether the forward of another call runs meanwhile."""
-        return self.in_gap or self.whole
-
     def gap_begins(self) -> None:
         """What another call takes is not recorded from now on."""
         if self.window is not None and self.window.marks:

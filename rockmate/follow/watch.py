@@ -43,7 +43,7 @@ class Watch:
 
     def look(self, device: torch.device, planned: bool) -> FollowedLook | None:
         """A look at the step that begins; None if there can be none. ``planned``: there is a plan for such steps."""
-        if self.looks >= MOST_LOOKS or (Look.current is not None and Look.current.waits_for_others):
+        if self.looks >= MOST_LOOKS or (Look.current is not None and (Look.current.in_gap or Look.current.whole)):
             return None  # where another call of the step is observed, this one is later
         if is_measuring():
             if not planned and not self.looks and not self.unseen:
