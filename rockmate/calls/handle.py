@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterable
@@ -74,8 +73,7 @@ class Handle(Front):
     last: CapturedCalls | None
 
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
-        super().__init__(type(model).__name__, terms)
-        self._model = weakref.ref(model)
+        super().__init__(type(model).__name__, terms, model)
         self.before = model.__dict__.get("_compiled_call_impl")  # what model.compile() has made
         self._capture = Capture(self)
         self._roomy = RoomyCalls(self)
@@ -299,10 +297,6 @@ class Handle(Front):
         if model is None:
             raise InputError("the model that this plan was for is gone")
         return model
-
-    @property
-    def known_model(self) -> torch.nn.Module | None:
-        return self._model()
 
     def memory(self) -> Memory:
         """Where the device's memory goes in the worst moment of a step of the last plan; ask between steps."""
