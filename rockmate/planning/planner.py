@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rkgb.cost.extrapolate import Extrapolated, Measured, convolution_kernels, extrapolated, form
-from rkgb.cost.measure import Cost, Known
+from rkgb.cost.measure import Known
 from rkgb.cost.usage import Usage
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_graph
@@ -57,13 +57,13 @@ class Planner(PlanFinder):
             doing = phase_of(self.graphs.known, before)
             seconds[doing] = seconds.get(doing, 0.0) + time.perf_counter() - start
         room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
-        return self._with(k, room, self.graphs.known, saved=None, seconds=seconds)
+        return self.with_costs(k, room, self.graphs.known, saved=None, seconds=seconds)
 
     def with_auto_solver(self) -> Planner:
         """The same with a solver that finds the plan of least memory."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, solver="auto"))
 
-    def _with(
+    def with_costs(
         self, k: K_graph, room: Room, known: Known, classes: tuple[int, ...] | None = None, **changed: Any
     ) -> Planner:
         """This planner with other costs, or another room for the loss: nothing is solved yet."""
@@ -100,7 +100,7 @@ class Planner(PlanFinder):
         k = make_K(s, model, inputs, self.options.costs, usage, known)
         seen = self.room.seen
         room = grown(self.room, bytes_of_outputs(s.d)) if seen else usual_room(k, self.options.loss_memory)
-        return self._with(
+        return self.with_costs(
             k,
             room,
             known,
@@ -110,15 +110,6 @@ class Planner(PlanFinder):
             scaled=not known.own,
             solved={},
         )
-
-    def fitted(self, s: S_graph, costs: Mapping[Usage, list[Cost]], classes: tuple[int, ...]) -> Planner:
-        """A planner for ``s``, which has the skeleton of this planner's graph: its ``costs`` were fitted, and nothing
-        ran. The backward makes the gradients that it makes here.
-        """
-        known, k = Known(costs.__getitem__), self.graphs.K
-        k = make_K(s, torch.nn.Module(), [], self.options.costs, k.usage, known, k.missing)
-        room = usual_room(k, self.options.loss_memory)
-        return self._with(k, room, known, classes, saved=None, scaled=False, solved={})
 
     def measured_anew(self, model: torch.nn.Module, inputs: list[torch.Tensor], known: Known) -> Planner:
         """This planner, whose costs were scaled, with those of its own sizes: the ``known`` ones, or measured.
@@ -130,13 +121,13 @@ class Planner(PlanFinder):
         known.given = frozenset(v for v in sources if self.graphs.D.values[v].requires_grad) - k.missing
         k = make_K(self.graphs.S, model, inputs, self.options.costs, k.usage, known, k.missing)
         seconds = {phase_of(known): time.perf_counter() - start}
-        return self._with(k, self.room, known, seconds=seconds, scaled=False, solved={})
+        return self.with_costs(k, self.room, known, seconds=seconds, scaled=False, solved={})
 
     def with_gradients(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
         """A planner for calls in whose backward the gradients of all parameters are there."""
         k = self.graphs.K
         k = make_K(self.graphs.S, model, inputs, self.options.costs, k.usage, self.graphs.known, frozenset())
-        return self._with(k, self.room, self.graphs.known, missing=frozenset())
+        return self.with_costs(k, self.room, self.graphs.known, missing=frozenset())
 
     def carried_plan(self, budget: int, schedules: Iterable[Schedule]) -> Plan | None:
         """The fastest of ``schedules`` of other sizes of the graph that fits ``budget``; None if none does."""
@@ -177,7 +168,11 @@ class FittedStep:
 
     @cached_property
     def planner(self) -> Planner:
-        return self.like.fitted(self.found.s, self.found.costs, self.found.classes)
+        """With the costs that were fitted; nothing runs. The backward makes the gradients that it makes in ``like``."""
+        like, known, k = self.like, Known(self.found.costs.__getitem__), self.like.graphs.K
+        k = make_K(self.found.s, torch.nn.Module(), [], like.options.costs, k.usage, known, k.missing)
+        room = usual_room(k, like.options.loss_memory)
+        return like.with_costs(k, room, known, self.found.classes, saved=None, scaled=False, solved={})
 
     @property
     def problem(self) -> Problem:
