@@ -20,7 +20,7 @@ from rockmate.calls.others import warn_of_whole, watch_layers, watch_others
 from rockmate.calls.terms import Terms, is_least
 from rockmate.errors import InputError
 from rockmate.optimizers import OPTIMIZERS
-from rockmate.pieces.compiler import prepare_for_pieces
+from rockmate.pieces.inductor import prepare_for_pieces
 from rockmate.planning.checks import checked_call, checked_module, checked_type
 from rockmate.planning.options import options_of
 from rockmate.planning.wrappers import check_compiled, put_call

@@ -13,7 +13,7 @@ from rockmate.calls.captured_calls import CapturedCalls
 from rockmate.calls.front import Front
 from rockmate.calls.terms import Terms, is_least
 from rockmate.errors import BudgetError, BudgetWarning, InputError
-from rockmate.pieces.compiler import check_compiler
+from rockmate.pieces.inductor import check_compiler
 from rockmate.planning.options import options_of
 from rockmate.tell import be_heard
 

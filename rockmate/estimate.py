@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import rockmate.follow.fitted as followed
-import rockmate.planning.fitted as captured
+import rockmate.planning.planner as captured
 from rkgb.cost.extrapolate import FEWEST
 from rkgb.sample import Sample
 from rockmate.budget import parse_budget, show_at_least, show_bytes

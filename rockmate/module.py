@@ -17,7 +17,7 @@ import torch
 from rkgb.sample import Sample
 from rockmate.budget import parse_budget
 from rockmate.calls.attachment import Attachment
-from rockmate.calls.listed import PlannedCall
+from rockmate.calls.handle import PlannedCall
 from rockmate.calls.others import watch_layers
 from rockmate.calls.runnable import Runnable
 from rockmate.calls.terms import Terms
@@ -25,7 +25,7 @@ from rockmate.errors import BudgetError, InputError
 from rockmate.follow.plan import FollowedPlan
 from rockmate.memory import Memory
 from rockmate.optimizers import OPTIMIZERS
-from rockmate.pieces.compiler import prepare_for_pieces
+from rockmate.pieces.inductor import prepare_for_pieces
 from rockmate.planning.artefact import read_plan
 from rockmate.planning.checks import checked_call, checked_module
 from rockmate.planning.options import options_of

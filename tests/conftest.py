@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rkgb.warn
-import rockmate.calls.bound
+import rockmate.calls.structure
 import solvers.chain.costs
 from solvers.block.block import BlockView, Option
 from solvers.block.ilp import Grid, TimeLimit, view_options
@@ -30,7 +30,7 @@ def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _small_models_are_planned_as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a run, where that can be. Programs that tests start run what takes little time, as users' do."""
-    monkeypatch.setattr(rockmate.calls.bound, "_QUICK", 0)
+    monkeypatch.setattr(rockmate.calls.structure, "_QUICK", 0)
 
 
 SOLVED: SolvedViews = {}

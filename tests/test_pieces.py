@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from rockmate.pieces.dropout import seeded_dropout, with_seeds
 from rockmate.pieces.functional import without_writes
-from rockmate.pieces.fuse import pieces_of, with_pieces
-from rockmate.pieces.groups import grouped
+from rockmate.pieces.fuse import grouped, pieces_of, with_pieces
 from rockmate.pieces.norms import without_statistics
 from rockmate.pieces.piece import Piece
 from rockmate.pieces.program import with_compiled_pieces

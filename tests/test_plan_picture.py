@@ -17,9 +17,8 @@ import rkgb
 from rkgb import RenderWarning
 from rockmate import Plan, Rockmate, attach
 from rockmate.demo.gpt import GPT
-from rockmate.planning.fates import Fate, fates
 from rockmate.planning.picture import COLOURS, modules
-from rockmate.planning.report import block_choices
+from rockmate.planning.report import Fate, block_choices, fates
 from solvers import Bwd, Loss, Run, Step, keep_everything, recompute_all, walk, with_deletes
 from solvers.liveness import drop_useless_runs, forward_phase
 

@@ -16,7 +16,7 @@ from rockmate.calls.terms import Terms
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planner
-from rockmate.planning.room import Room
+from rockmate.planning.problem import Room
 
 
 def adapted(

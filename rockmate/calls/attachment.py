@@ -42,7 +42,7 @@ from rockmate.calls.surroundings import (
 from rockmate.calls.unguarded import is_overridden
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, PlanError, RockmateError
 from rockmate.follow.engine import Followed
-from rockmate.follow.exposed import is_followed
+from rockmate.follow.following import is_followed
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.checks import gets_sizes
 from rockmate.planning.prepare import NOTHING_COMPUTED, cannot_be_called

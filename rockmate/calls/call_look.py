@@ -23,7 +23,7 @@ from rkgb.probe.contexts import next_number
 from rockmate.calls.look import Look
 from rockmate.calls.observe import Observer, Signs
 from rockmate.calls.surroundings import RETAINED, graph_is_retained
-from rockmate.calls.turns import Turn
+from rockmate.calls.whole_steps import Turn
 from rockmate.planning.ways import waits_at
 from rockmate.run.program import Program
 

@@ -18,10 +18,11 @@ from rkgb.warn import warn
 from rockmate.calls.captured import kind_of_source, line_of, name_of, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls
 from rockmate.calls.dynamo import RECURRENT, hide_own_warnings, new_entry, prepare
-from rockmate.calls.effects import check_checkpoints, check_effects, graphs_within
+from rockmate.calls.effects import check_checkpoints, check_effects
 from rockmate.calls.front import Front
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
 from rockmate.calls.numbers import is_number
+from rockmate.calls.structure import graphs_within
 from rockmate.calls.surroundings import keep_draws_of_other_threads, modes_again, put_back_if_it_fails
 from rockmate.calls.unguarded import CAPTURING, Noted
 from rockmate.errors import PlanningWarning

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ _WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
 
 
 class Captured(torch.nn.Module):
-    """``program``: a graph of TorchDynamo, without wrappers; its inputs are parameters, buffers, tensors and numbers.
+    """``program``: a graph of TorchDynamo, without wrappers; its inputs are parameters, buffers, tensors and numbers,
+    which come from ``sources`` (see ``captured_sources``).
 
     As a module it has the parameters and buffers under the names that they have in the model, and ``forward`` takes
     the other inputs, in order. It has them while ``holding`` is in force, so that it keeps no model alive.
@@ -32,16 +34,17 @@ class Captured(torch.nn.Module):
 
     pure = True  # see ``rkgb.Btools.is_pure``
 
-    def __init__(self, program: fx.GraphModule, arguments: Sequence[Any]) -> None:
+    def __init__(self, program: fx.GraphModule, arguments: Sequence[Any], sources: Sequence[str]) -> None:
         super().__init__()
         self.__dict__["program"] = program
+        self.sources = sources
         self.given: list[int] = []  # positions of the arguments of ``forward`` among the inputs
         self.names: list[str] = []  # of these, as the user would write them
         self._own: list[tuple[dict[str, Any], str, int]] = []
         self._at: dict[str, int] = {}  # parameters and buffers by name: positions among the inputs
         self.trained: list[tuple[str, int]] = []  # parameters that need gradients, by name: positions among the inputs
         self._lock, self._holders = threading.Lock(), 0
-        for k, (source, value) in enumerate(zip(captured_sources(program), arguments, strict=True)):
+        for k, (source, value) in enumerate(zip(sources, arguments, strict=True)):
             is_parameter = isinstance(value, torch.nn.Parameter)
             if not (is_parameter or (isinstance(value, torch.Tensor) and _BUFFER.search(source))):
                 self.given.append(k)
@@ -91,17 +94,14 @@ class Captured(torch.nn.Module):
                 found[v] = source.key if source.kind == "constant" else inputs[self._at[source.key]]
         return found
 
-    def missing_among(self, inputs: Sequence[Any]) -> frozenset[str]:
-        """Parameters among ``inputs`` that have no gradient but need one."""
-        return frozenset([name for name, k in self.trained if inputs[k].grad is None])
-
     def forward(self, *given: Any) -> Any:
         arguments: list[Any] = [None] * (len(self._own) + len(given))
         for held, name, k in self._own:
             arguments[k] = held[name]
         for k, value in zip(self.given, given, strict=True):
             arguments[k] = value
-        return _run(self.__dict__["program"], arguments)
+        program, recorded = self.__dict__["program"], torch._C._get_tracing_state() is not None
+        return _Located(program).run(*arguments) if recorded else program.forward(*arguments)
 
 
 class _Located(fx.Interpreter):
@@ -117,12 +117,6 @@ class _Located(fx.Interpreter):
         finally:
             if module:
                 tracing.pop_scope()
-
-
-def _run(program: fx.GraphModule, arguments: Sequence[Any]) -> Any:
-    """What ``program`` returns; what records it is told of each operation."""
-    recorded = torch._C._get_tracing_state() is not None
-    return _Located(program).run(*arguments) if recorded else program.forward(*arguments)
 
 
 def module_of(node: fx.Node) -> str:
@@ -191,8 +185,8 @@ def _written(source: str) -> str:
 
 
 def without_wrappers(program: fx.GraphModule) -> None:
-    """Replace what only compilers understand: checkpointed parts run as they are, since Rockmate decides what runs
-    again; functions of autograd save through autograd, where Rockmate sees it.
+    """Replace what only compilers understand: the operations of checkpointed parts are put among the others, since
+    Rockmate decides what runs again; functions of autograd save through autograd, where Rockmate sees it.
     """
     for node in program.graph.find_nodes(op="call_function", target=torch._C._autograd._get_data_attr):  # type: ignore[attr-defined]
         node.target = _data_of
@@ -203,34 +197,42 @@ def without_wrappers(program: fx.GraphModule) -> None:
         bodies = [getattr(program, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
         if name == "tag_activation_checkpoint":
             without_wrappers(bodies[0])
-            module: torch.nn.Module = Checkpointed(bodies[0])
-            arguments = node.args[1:]
-        else:
-            module = Function(bodies[0], bodies[1], dict(node.kwargs))
-            arguments = node.args[2:]
+            _put_inside(program, node, bodies[0])
+            continue
         path = f"_rockmate_{node.name}"
-        program.add_submodule(path, module)
+        program.add_submodule(path, Function(bodies[0], bodies[1], dict(node.kwargs)))
         with program.graph.inserting_before(node):
-            new = program.graph.call_module(path, tuple(arguments))
+            new = program.graph.call_module(path, tuple(node.args[2:]))
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         program.graph.erase_node(node)
     program.recompile()
 
 
+def _put_inside(program: fx.GraphModule, node: fx.Node, body: fx.GraphModule) -> None:
+    """Put the operations of ``body`` in the place of ``node``, whose first argument it is."""
+    held, given = node.all_input_nodes[0], node.args[1:]
+    known: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+    with program.graph.inserting_before(node):
+        results: Any = program.graph.graph_copy(body.graph, known)
+    for inner in body.graph.nodes:
+        if inner.op in ("get_attr", "call_module"):
+            path = f"{node.name}_{inner.target}".replace(".", "_")
+            setattr(program, path, attrgetter(str(inner.target))(body))
+            known[inner].target = path
+    if isinstance(results, fx.Node):
+        node.replace_all_uses_with(results)
+    for user in list(node.users):  # each takes one of several
+        user.replace_all_uses_with(results[user.args[1]])
+        program.graph.erase_node(user)
+    program.graph.erase_node(node)
+    if not held.users:
+        program.graph.erase_node(held)
+        delattr(program, str(held.target))
+
+
 def _data_of(t: torch.Tensor) -> torch.Tensor:
     return t.data
-
-
-class Checkpointed(torch.nn.Module):
-    """The body of a checkpoint."""
-
-    def __init__(self, body: fx.GraphModule) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, *arguments: Any) -> Any:
-        return _run(self.body, arguments)
 
 
 _EXACT = frozenset(

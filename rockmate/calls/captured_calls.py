@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import time
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,24 +14,35 @@ from torch import fx
 
 from rkgb.cost.memory import refuse_within_measurements
 from rkgb.errors import GraphError, MeasureError
+from rkgb.graphs import Structure
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
+from rkgb.trees import unflatten
 from rkgb.warn import warn
-from rockmate.calls.bound import rough_peak
-from rockmate.calls.calls import Calls
+from rockmate.calls.adapted import adapted
+from rockmate.calls.call_look import CallLook, ObservedCall
 from rockmate.calls.captured import captured_sources
 from rockmate.calls.free import Extent, FreeCalls
 from rockmate.calls.front import Front
 from rockmate.calls.graph import device_of
-from rockmate.calls.surroundings import witnesses
+from rockmate.calls.look import Look
+from rockmate.calls.made import PlansOfCalls
+from rockmate.calls.observe import Observer
+from rockmate.calls.runnable import Runnable, make_runnable, reads_more, solved_again
+from rockmate.calls.structure import rough_peak
+from rockmate.calls.surroundings import undisturbed, witnesses
+from rockmate.calls.ways import PlannedWays, waits_of, with_gradients
+from rockmate.calls.whole_steps import Turn
 from rockmate.errors import BudgetWarning, CannotBeCalledError
+from rockmate.run.executor import CallState
+from solvers.interrupts import Heeded
 
 
 class Planned(Exception):
     """A plan was made, and nothing is to run."""
 
 
-class CapturedCalls(Calls):
+class CapturedCalls(PlansOfCalls):
     """The calls of one graph that TorchDynamo captured, and how often it was captured again."""
 
     def __init__(self, program: fx.GraphModule, front: Front) -> None:
@@ -77,6 +90,108 @@ class CapturedCalls(Calls):
                 return self.program.forward(*arguments)
             self.front.last, self.front.ran_freely = self, False
             return self.split.joined(results, numbers) if self.split else results
+
+    def run(self, call: Call, key: Hashable, missing: frozenset[str]) -> Any:
+        """What the module returns, computed under the plan for such calls; ``key``, ``missing``: their ``kind``."""
+        runnable = self.runnable(call, key, missing)
+        place = self.terms.steps.observed_place()
+        if place == 0:
+            base = runnable = self._adapted(runnable, call.tensors)
+        else:
+            base, runnable = runnable, self._at_place(runnable, place, call.tensors)
+        turn, ran = self._turn(runnable, call, key)
+        observer = runnable.observer
+        look = CallLook(observer) if observer is not None and observer.wants_look() else None
+        with self.terms.steps.forward_of(turn, look):
+            state = CallState(ran.program, self.sources(ran, call.tensors), self.front.timed(ran.plan))
+            outputs = state.forward()
+            result = _returned(ran.program.s.d.structure, outputs)
+        turn.held_by(state.backward)
+        state.backward.arrived = turn.begin
+        self.cache.used(base)
+        self.last, self._placed = base, (base, ran)
+        if runnable.is_provisional and runnable.family is not None:
+            runnable.family.spent[runnable.number] += runnable.plan.rerun_time
+        if observer is not None and any(outputs[k].grad_fn is not None for k in observer.places):
+            if look is not None:
+                look.then = partial(self._learn, runnable, call.tensors, self.now.inputs)
+            kept = state.store.warn_unplanned if ran.is_tight else None
+            observed = ObservedCall(observer, ran.program, outputs, look, turn, kept)
+            turn.held_by(observed)
+            state.backward.arrived = observed.begin
+        elif look is not None:
+            look.abandon()
+        return result
+
+    def _at_place(self, runnable: Runnable, place: int, inputs: list[torch.Tensor]) -> Runnable:
+        """``runnable`` for calls after so many others of their step: what these do with outputs is observed apart."""
+        found = self._places.get((runnable.number, place))
+        if found is None:
+            observer = runnable.observer and Observer(runnable.plan.graph, runnable.planner.options.loss_memory is None)
+            found = replace(runnable, observer=observer)
+            there = {v.number for v in self.cache.plans()}  # plans that were dropped have no places any more
+            self._places = {at: other for at, other in self._places.items() if at[0] in there}
+        elif found.plan.budget != runnable.plan.budget:
+            made = make_runnable(found.planner, runnable.plan.budget, found.observer)
+            found = replace(made, number=found.number, family=found.family)
+        found = self._places[runnable.number, place] = self._adapted(found, inputs)
+        return found
+
+    def _turn(self, runnable: Runnable, call: Call, key: Hashable) -> tuple[Turn, Runnable]:
+        """The turn of a call under this plan in its step, and what runs in it."""
+        steps = self.terms.steps
+        after = bool(runnable.planner.missing) and steps.follows_a_backward(key)
+        after = after and ("after" in runnable.derived or Look.current is None)
+        if after:
+            if "after" not in runnable.derived:
+                with TRACING, undisturbed(), self.module_ready():
+                    runnable.derived["after"] = with_gradients(runnable, self.module, call.tensors)
+            runnable = runnable.derived["after"]
+        ways: PlannedWays | None = runnable.derived.get("ways")
+        if ways is None or ways.waits != waits_of(runnable):
+            ways = runnable.derived["ways"] = PlannedWays(runnable, self.front)
+        turn = steps.take(key, ways, self.front.name, after)
+        return turn, ways.placed(turn.way)
+
+    def _adapted(self, runnable: Runnable, inputs: list[torch.Tensor]) -> Runnable:
+        """The plan for what earlier calls have shown."""
+        news = runnable.observer is not None and (runnable.observer.news or reads_more(self.last, runnable))
+        family = runnable.family if runnable.is_provisional else None
+        if not news and not (family is not None and family.is_worth_solving(runnable.number)):
+            return runnable
+        if Look.current is not None:
+            return runnable  # at a later call: see ``check_no_look``
+        with TRACING, Heeded(), self._progress_of(runnable.planner), undisturbed(), self.module_ready():
+            if news:
+                new = adapted(runnable, self.last, self.module, inputs, self.terms)
+            else:
+                new = solved_again(runnable, self._known_of(runnable.plan.graph.s, None), self.module, inputs)
+                self.front.tell_again(runnable, new)
+        self.cache.adapt(runnable, new)
+        self._places.update((at, new) for at, other in list(self._places.items()) if other is runnable)
+        return new
+
+    def _learn(self, runnable: Runnable, inputs: list[torch.Tensor], all_inputs: Sequence[Any]) -> None:
+        """A step has been looked at: plan again at once, so that the next step is as it will stay. ``all_inputs``: of
+        the call, whose parameters and buffers count.
+        """
+        began, observer = time.perf_counter(), runnable.observer
+        assert observer is not None
+        model = self.front.known_model
+        if model is not None and any(hasattr(p, "_local_tensor") for p in model.parameters()):
+            observer.leave_room()  # ``fully_shard`` gathered others between the phases, beside the budget
+        try:
+            with self.in_call(all_inputs):
+                new = self._adapted(runnable, inputs)
+        except Exception:  # noqa: BLE001 - parameters may be sharded now, a warning an error: the next forward tries again
+            observer.news = True
+            return
+        if self.last is runnable:
+            self.last = new
+        if new is not runnable:
+            seconds = time.perf_counter() - began
+            before = runnable.plan.predicted_overhead
+            self.front.tell_anew(new.plan, seconds, "what its loss was seen to take", before)
 
     def _without_plan(self, arguments: tuple[Any, ...]) -> Any:
         """What the program returns; every tensor is kept, and pieces are compiled as under a plan."""
@@ -131,6 +246,14 @@ class CapturedCalls(Calls):
         return any(
             p.eager_peak <= budget and not p.graphs.K.has_dead_ends and not self.computes_unread for p in planners
         )
+
+
+def _returned(structure: Structure, outputs: list[torch.Tensor]) -> Any:
+    """What the program returns, of which ``outputs`` are the tensors."""
+    results = iter(outputs)
+    constants = dict(structure.output_constants)
+    leaves = [constants[k] if k in constants else next(results) for k in range(structure.outputs.num_leaves)]
+    return unflatten(leaves, structure.outputs)
 
 
 def identity_of(program: fx.GraphModule) -> Hashable:

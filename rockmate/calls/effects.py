@@ -20,7 +20,7 @@ from rkgb.errors import UnsupportedError
 from rkgb.trace.code import is_installed, is_the_users
 from rkgb.trace.lines import named_line
 from rockmate.calls.captured import line_of, name_of
-from rockmate.calls.structure import memory_of, writes
+from rockmate.calls.structure import graphs_within, memory_of, writes
 
 
 def check_effects() -> None:
@@ -167,8 +167,3 @@ def _filled(steps: list[dis.Instruction], name: str) -> bool:
     at = [k for k, step in enumerate(steps) if step.opname == "STORE_SUBSCR"]
     loads = ("LOAD_DEREF", "LOAD_GLOBAL")
     return any(x.opname in loads and x.argval == name for k in at for x in steps[max(0, k - 3) : k])
-
-
-def graphs_within(program: fx.GraphModule) -> list[fx.GraphModule]:
-    """``program`` and the graphs within it."""
-    return [m for m in program.modules() if isinstance(m, fx.GraphModule)]

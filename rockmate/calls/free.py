@@ -1,9 +1,12 @@
-"""Calls for which the budget does not bind: they run as they are, and the first ones of each kind are measured."""
+"""Calls for which the budget does not bind: they run as they are, and the first ones of each kind are measured. What is
+remembered of such a call, so that its frontier can be asked for.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,18 +14,21 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rkgb.device.kind import Moment
+from rkgb.sample import Call
+from rkgb.settings import settings
 from rkgb.storages import has_memory, memory_of
-from rkgb.trees import tensors_of
+from rkgb.trace.capture import current_mode
+from rkgb.trees import tensors_of, unflatten
 from rkgb.warn import warn
 from rockmate.budget import show_bytes
 from rockmate.calls.front import Front
-from rockmate.calls.look import LET_GO
+from rockmate.calls.look import LET_GO, StepLook
 from rockmate.calls.runnable import ROOM_TO_KEEP
-from rockmate.calls.step_look import StepLook
-from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
-from rockmate.calls.turns import Turn
-from rockmate.errors import BudgetWarning
+from rockmate.calls.surroundings import RETAINED, graph_is_retained, running_in, warn_unplanned
+from rockmate.calls.whole_steps import Turn
+from rockmate.errors import BudgetWarning, InputError
 from rockmate.planning.plan import line_of_call
+from rockmate.planning.planner import lacks_gradient
 from rockmate.planning.ways import Ways
 from rockmate.tell import LOG
 from solvers.calls import Way
@@ -192,7 +198,7 @@ class FreeCalls:
     def run(self, kind: Hashable, call: Callable[[], Any], look: FreeLook | None = None) -> Any:
         """What ``call`` returns, which is of this ``kind``, and has a turn in its step. ``look``: at this call."""
         steps = self.front.terms.steps
-        turn = steps.take(kind, self._rough[kind], self.front.name, self.front.terms)
+        turn = steps.take(kind, self._rough[kind], self.front.name)
         if look is not None:
             look.turn = turn
         self.front.ran_freely = True
@@ -233,3 +239,59 @@ class FreeCalls:
                 "which the sizes of the results did not show. Later steps like it are planned.",
                 BudgetWarning,
             )
+
+
+class RememberedCall:
+    """A call of ``model``, and the modes and settings in which it ran.
+
+    No tensor of the caller's is held: inputs are made anew in the same form, with random numbers, or with the values
+    that they had where these may be indices.
+    """
+
+    def __init__(self, model: torch.nn.Module, call: Call) -> None:
+        self._mode, self._settings = current_mode(), settings()
+        self._missing = {n for n, p in model.named_parameters() if lacks_gradient(p)}
+        self._leaves, self._spec = [_again(leaf) for leaf in call.leaves], call.spec
+
+    @contextmanager
+    def again(self, model: torch.nn.Module) -> Iterator[Call]:
+        """Such a call, as it was when it came: the gradients that its step makes are not there.
+
+        Raises ``InputError`` where an input cannot be made again.
+        """
+        held = [(p, p.grad) for name, p in model.named_parameters() if name in self._missing]
+        try:
+            for p, _ in held:
+                p.grad = None
+            with running_in(self._mode, self._settings):
+                yield Call(*unflatten([make() for make in self._leaves], self._spec))
+        finally:
+            for p, gradient in held:
+                p.grad = gradient
+
+
+def _again(x: Any) -> Callable[[], Any]:
+    """What makes something like the input ``x``."""
+    if not isinstance(x, torch.Tensor):
+        return lambda: x
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or not has_memory(x) or x.is_quantized:
+        return _refused
+    shape, strides, dtype, device, wanted = x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if x.numel() else 0
+    exact: bytes | None = None  # in Python's memory, which is none of the step's
+    if not (wanted or dtype.is_complex or (x.dim() and dtype.is_floating_point)):
+        exact = x.detach().as_strided((size,), (1,)).to("cpu").view(torch.uint8).numpy().tobytes()
+
+    def make() -> torch.Tensor:
+        if exact:
+            return torch.frombuffer(bytearray(exact), dtype=dtype).to(device).as_strided(shape, strides)
+        numbers = torch.rand(size, generator=torch.Generator().manual_seed(0))
+        return numbers.to(device, dtype).as_strided(shape, strides).requires_grad_(wanted)
+
+    return make
+
+
+def _refused() -> Any:
+    raise InputError(
+        "an input of the last step is no plain tensor, and is not there any more: use rockmate.frontier(model, sample)"
+    )

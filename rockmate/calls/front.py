@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from math import inf
 from typing import Any
@@ -59,7 +60,8 @@ class Front:
 
     follows = False
 
-    def __init__(self, name: str, terms: Terms) -> None:
+    def __init__(self, name: str, terms: Terms, model: torch.nn.Module | None = None) -> None:
+        self._model: Callable[[], torch.nn.Module | None] = (lambda: None) if model is None else weakref.ref(model)
         self.name, self.terms, self.cache, self.families = name, terms, PlanCache(), Families()
         self.log = LOG  # what is said
         self.pieces: dict[Hashable, Piece] = {}  # by their identity: code that is compiled once
@@ -94,7 +96,7 @@ class Front:
     @property
     def known_model(self) -> torch.nn.Module | None:
         """The model; None when it is gone, or there is none."""
-        return None
+        return self._model()
 
     def bytes_of_missing_gradients(self) -> dict[str, int]:
         """Bytes of the gradients of the model's parameters that are not there, by name."""

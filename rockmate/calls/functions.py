@@ -80,7 +80,7 @@ def _without_unread_numbers(forward: fx.GraphModule, backward: fx.GraphModule) -
     """Both parts of a function without the sizes that they are given and do not compute with, so that captures of one
     size and of all sizes are alike; and the positions of the arguments that are left.
     """
-    first, second = (fx.GraphModule(part, _copied(part.graph)) for part in (forward, backward))
+    first, second = (fx.GraphModule(part, copied(part.graph)) for part in (forward, backward))
     for part in (first, second):
         _erase_unread(part, [n for n in part.graph.nodes if n.op.startswith("call")])
     end, inputs = first.graph.output_node(), second.graph.find_nodes(op="placeholder")
@@ -100,7 +100,8 @@ def _without_unread_numbers(forward: fx.GraphModule, backward: fx.GraphModule) -
     return first, second, left
 
 
-def _copied(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> fx.Graph:
+    """The same graph, to be changed."""
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
     return new

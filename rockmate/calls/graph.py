@@ -16,14 +16,13 @@ from rkgb.sample import Call
 from rkgb.storages import has_memory, storage_key
 from rkgb.trace.meta import without_data
 from rkgb.trees import tensors_in
-from rockmate.calls.bound import Results
 from rockmate.calls.captured import Captured, captured_sources, without_wrappers
+from rockmate.calls.families import Shown
 from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
-from rockmate.calls.numbers import split
+from rockmate.calls.numbers import NUMBER, split
 from rockmate.calls.runnable import Runnable
-from rockmate.calls.shown import Shown
-from rockmate.calls.structure import computes_unread, inputs_of_functions, writes
+from rockmate.calls.structure import Results, computes_unread, inputs_of_functions, writes
 from rockmate.calls.surroundings import undisturbed
 from rockmate.pieces.program import Choices, Pieces, with_compiled_pieces
 
@@ -53,7 +52,10 @@ class CapturedGraph:
                 self.pieces = with_compiled_pieces(self.tensors, inputs, self.front.pieces, choices)
             self.front.inside.compiled = time.perf_counter() - start
             self.tensors = self.pieces.program
-        self.module = Captured(self.tensors, inputs)
+        sources = captured_sources(self.program)
+        if self.split:
+            sources = [*(sources[k] for k in self.split.kept), *(f"{NUMBER}{k}" for k in range(len(self.split.uses)))]
+        self.module = Captured(self.tensors, inputs, sources)
         self.ready = True
 
     @contextmanager
@@ -76,7 +78,7 @@ class CapturedGraph:
 
     def shown_as(self, before: Shown) -> Shown | None:
         """The same of a call of another capture, as a call of this one; None if its inputs do not follow from those."""
-        known = dict(zip(captured_sources(before.module.__dict__["program"]), before.inputs or (), strict=False))
+        known = dict(zip(before.module.sources, before.inputs or (), strict=False))
         inputs = self.program.graph.find_nodes(op="placeholder")
         given: list[Any] = [known.get(source) for source in captured_sources(self.program)]
         examples = [node.meta.get("example_value") for node in inputs]
@@ -100,7 +102,8 @@ class CapturedGraph:
     def kind(self, call: Call) -> tuple[Hashable, frozenset[str]]:
         """(key, parameters without gradient that need one): see ``call_key``."""
         key = id(self), call_key(call.leaves, None), self._shared(), self.terms.made
-        return key, self.module.missing_among(self.now.inputs)
+        inputs = self.now.inputs
+        return key, frozenset([name for name, k in self.module.trained if inputs[k].grad is None])
 
     def sizeless(self, call: Call) -> Hashable:
         """The key of calls that differ from this one in sizes at most; whole numbers that it is given are sizes."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Self
 
@@ -15,12 +16,10 @@ from rkgb.warn import warn_once
 from rockmate.budget import UNLIMITED, Budget, parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import CapturedCalls
-from rockmate.calls.free import FreeCalls
+from rockmate.calls.free import FreeCalls, RememberedCall
 from rockmate.calls.front import Front
-from rockmate.calls.listed import PlannedCall, named
 from rockmate.calls.look import end_look
 from rockmate.calls.others import unwatch_layers
-from rockmate.calls.remembered import RememberedCall
 from rockmate.calls.roomy import RoomyCalls
 from rockmate.calls.runnable import Runnable
 from rockmate.calls.surroundings import Hooks
@@ -39,6 +38,34 @@ from rockmate.tell import SILENT
 from solvers import Frontier
 
 
+@dataclass(frozen=True)
+class PlannedCall:
+    """A kind of call, in a few words for each of its inputs, and its plan; None if the budget does not bind for it.
+
+    ``name``: the words of ``call`` in one text. Where they do not tell kinds apart, as in two calls that differ in what
+    the model's Python reads, those after the first are numbered: "x float32[8, 64], train (2)".
+    """
+
+    call: tuple[str, ...] = field(repr=False)
+    plan: Plan | FollowedPlan | None
+    name: str
+
+
+def named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | FollowedPlan | None]]) -> list[PlannedCall]:
+    """Kinds of calls in the order in which they are given; those of the same words are numbered as the number before
+    them rises.
+    """
+    kinds = list(kinds)
+    found = [PlannedCall(call, plan, ", ".join(call)) for _, call, plan in kinds]
+    known: Counter[str] = Counter()
+    for k in sorted(range(len(found)), key=lambda k: kinds[k][0]):
+        name = found[k].name
+        known[name] += 1
+        if known[name] > 1:
+            found[k] = replace(found[k], name=f"{name} ({known[name]})")
+    return found
+
+
 class Handle(Front):
     """The plans of a model, and what can be asked of them."""
 
@@ -46,8 +73,7 @@ class Handle(Front):
     last: CapturedCalls | None
 
     def __init__(self, model: torch.nn.Module, terms: Terms) -> None:
-        super().__init__(type(model).__name__, terms)
-        self._model = weakref.ref(model)
+        super().__init__(type(model).__name__, terms, model)
         self.before = model.__dict__.get("_compiled_call_impl")  # what model.compile() has made
         self._capture = Capture(self)
         self._roomy = RoomyCalls(self)
@@ -58,7 +84,7 @@ class Handle(Front):
         self._begun = 1  # times that one graph was tried
         self.reason = ""
         self._refused = self._detached = False
-        terms.steps.add(self)
+        terms.users.add(self)
         self._run_before: set[Hashable] = set()  # kinds of calls that ran while another one was looked at
         self._failing: set[Hashable] = set()  # kinds of calls that the model itself refused
         self._lazy = True  # whether there may be layers that have no sizes yet
@@ -147,7 +173,7 @@ class Handle(Front):
         if self.terms.budget == before:
             return
         self._look_again()
-        for other in self.terms.steps.users():
+        for other in list(self.terms.users):
             if other is not self:
                 other.plan_anew()
 
@@ -156,7 +182,7 @@ class Handle(Front):
         before.
         """
         terms, device = self.terms, self.device(inputs)
-        terms.steps.begin(terms)
+        terms.steps.begin()
         if not terms.is_auto or terms.steps.waiting() or not terms.begin_step(device):
             return
         try:
@@ -271,10 +297,6 @@ class Handle(Front):
         if model is None:
             raise InputError("the model that this plan was for is gone")
         return model
-
-    @property
-    def known_model(self) -> torch.nn.Module | None:
-        return self._model()
 
     def memory(self) -> Memory:
         """Where the device's memory goes in the worst moment of a step of the last plan; ask between steps."""

@@ -17,20 +17,19 @@ from rkgb.probe.resize import has_operations_of
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rockmate.budget import Budget
-from rockmate.calls.families import Family, resized_in
+from rockmate.calls.families import Family, Shown, resized_in
 from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.graph import CapturedGraph
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import check_no_look, end_look
 from rockmate.calls.observe import Observer
 from rockmate.calls.runnable import Runnable, as_before, carried_runnable, make_first, make_runnable
-from rockmate.calls.shown import Shown
 from rockmate.calls.surroundings import undisturbed
 from rockmate.calls.terms import ALL_OUTPUTS, ONE_CALL
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.disk import places_of
 from rockmate.planning.kept import KeptCosts
-from rockmate.planning.places import places_of
 from rockmate.planning.planner import Planner
 from rockmate.planning.prepare import make_planner
 from rockmate.progress import Progress, Report

@@ -158,8 +158,6 @@ def _program(
     known: dict[fx.Node, fx.Node] = {}
     for node in kept:
         known[node] = graph.node_copy(node, known.__getitem__)
-        if hasattr(node, "_dynamo_source"):
-            known[node]._dynamo_source = node._dynamo_source
     inputs = {use: graph.placeholder(f"{NUMBER}{k}") for k, use in enumerate(uses)}
     for (n, dtype), node in inputs.items():
         if dtype is None:

@@ -21,7 +21,7 @@ from rkgb.Ktools import K_graph
 from rkgb.warn import warn
 from rockmate.calls.look import Look
 from rockmate.errors import BudgetWarning
-from rockmate.planning.room import Room, bytes_of_outputs, device_of_outputs, scaled, seen_room
+from rockmate.planning.problem import Room, bytes_of_outputs, device_of_outputs, scaled, seen_room
 
 if TYPE_CHECKING:
     from rockmate.planning.planner import Planner

@@ -17,7 +17,7 @@ from rockmate.calls.front import Front
 from rockmate.calls.surroundings import is_recorded, is_transformed
 from rockmate.calls.unguarded import CAPTURING, wrap
 from rockmate.errors import BudgetWarning, InputError
-from rockmate.follow.exposed import is_followed
+from rockmate.follow.following import is_followed
 from rockmate.planning.wrappers import NO_REPLICAS, OwnCall, put_call, take_call
 
 

@@ -1,14 +1,22 @@
 """Training steps on a sample, ahead of the first one: a plan of a followed forward needs them.
 
 All that the steps change is put back: parameters, gradients, buffers and other tensors that modules hold, generators of
-random numbers, attributes, containers and counters that the model's Python reaches.
+random numbers, attributes, containers and counters that the model's Python reaches (``Held``).
 """
 
 from __future__ import annotations
 
+import argparse
+import array
+import collections
 import contextlib
+import functools
+import queue
 import random
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +25,172 @@ from torch.utils import _pytree as pytree
 
 from rkgb.errors import UnsupportedError
 from rkgb.randomness import random_state, set_random_state, watched_devices
+from rkgb.trace.code import is_installed
 from rkgb.trees import tensors_in
-from rockmate.calls.held import Held
+
+_MOST = 5000  # objects looked into
+_ONE_WAY = (collections.abc.Iterator, queue.Queue, queue.SimpleQueue)
+_CONTAINERS = (dict, set, list, collections.deque, bytearray, array.array)
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+
+
+class Held:
+    """What the modules of ``model`` hold, and what their code reaches by name: lists, dicts and their kind, objects of
+    classes that are in no installed package, arrays, generators of random numbers. ``one_way``: the names of iterators
+    and queues, which cannot be put back.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.one_way: list[str] = []
+        self._states: list[tuple[Any, Callable[[], Any], Callable[[Any], Any]]] = []  # with what reads and sets each
+        self._seen: dict[int, Any] = {}  # keeps what it has seen, so that no other object gets its number
+        self._left: collections.deque[tuple[str, Any]] = collections.deque()  # what it is called, and what it is
+        classes: dict[type, None] = {}
+        for name, m in model.named_modules():
+            self._seen[id(m)] = m
+            self._keep_container(vars(m))
+            self._left += ((f"the attribute {name}{'.' * bool(name)}{k}", v) for k, v in vars(m).items())
+            classes.update(dict.fromkeys(type(m).__mro__))
+        self._left += ((f"the class {c.__qualname__}", c) for c in classes)
+        while self._left and len(self._seen) < _MOST:
+            self._look(*self._left.popleft())
+
+    def changed(self) -> bool:
+        return any(not _same(now(), state) for state, now, _ in self._states)
+
+    def put_back(self) -> None:
+        for state, now, put in self._states:
+            if not _same(now(), state):
+                put(state)
+
+    # ------------------------------------------------------------------------- looking
+
+    def _keep(self, now: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self._states.append((now(), now, put))
+
+    def _keep_container(self, x: Any) -> None:
+        copied = next((kind for kind in (dict, set) if isinstance(x, kind)), list)
+        self._keep(partial(copied, x), partial(_refill, x))
+
+    def _keep_numbers(self, held: Mapping[str, Any], names: Iterable[str], put: Callable[[str, Any], None]) -> None:
+        numbers = [k for k in names if type(held[k]) in (int, float)]
+
+        def put_all(state: dict[str, Any]) -> None:
+            for k, v in state.items():
+                put(k, v)
+
+        self._keep(lambda: {k: held.get(k) for k in numbers}, put_all)
+
+    def _look(self, place: str, x: Any) -> None:
+        if isinstance(x, (torch.Tensor, torch.nn.Module, str, bytes, int, float, type(None))) or id(x) in self._seen:
+            return
+        self._seen[id(x)] = x
+        if isinstance(x, _ONE_WAY):
+            self.one_way.append(place)
+        elif isinstance(x, _CONTAINERS):
+            self._keep_container(x)
+            if isinstance(x, dict):
+                self._left += ((f"{place}[{k!r}]", v) for k, v in x.items())
+            elif isinstance(x, (list, collections.deque)):
+                self._left += ((place, v) for v in x)
+        elif isinstance(x, tuple):
+            self._left += ((place, v) for v in x)
+        elif isinstance(x, np.ndarray):
+            if not x.dtype.hasobject and x.flags.writeable:
+                self._keep(x.copy, partial(x.__setitem__, ...))
+        elif state := _generator(x):
+            self._keep(*state)
+        else:
+            self._look_at_code(place, x)
+
+    def _look_at_code(self, place: str, x: Any) -> None:
+        if isinstance(x, functools._lru_cache_wrapper):
+            if x.cache_info().currsize == 0:
+                self._keep(lambda: x.cache_info().currsize, lambda _: x.cache_clear())
+            self._left.append((place, x.__wrapped__))
+        elif isinstance(x, FunctionType):
+            if not is_installed(x.__code__.co_filename) and not _foreign(x.__module__):
+                self._look_at_function(x)
+        elif isinstance(x, MethodType):
+            self._left += ((place, x.__func__), (place, x.__self__))
+        elif isinstance(x, (staticmethod, classmethod)):
+            self._left.append((place, x.__func__))
+        elif isinstance(x, property):
+            self._left += ((place, x.fget), (place, x.fset))
+        elif isinstance(x, partial):
+            self._left += ((place, v) for v in (x.func, *x.args, *x.keywords.values()))
+        elif isinstance(x, type):
+            if not _foreign(x.__module__):
+                self._keep_numbers(vars(x), vars(x), partial(setattr, x))
+                self._left += ((f"{place}.{k}", v) for k, v in vars(x).items() if not isinstance(v, _ONE_WAY))
+        elif hasattr(x, "__dict__") and (isinstance(x, _NAMESPACES) or not _foreign(type(x).__module__)):
+            self._keep_container(vars(x))
+            self._left += ((f"{place}.{k}", v) for k, v in vars(x).items())
+            self._left.append((f"the class {type(x).__qualname__}", type(x)))
+
+    def _look_at_function(self, x: FunctionType) -> None:
+        variables, names = x.__globals__, _names(x.__code__) & x.__globals__.keys()
+        self._left += ((f"the variable {k}", variables[k]) for k in sorted(names))
+        self._keep_numbers(variables, names, variables.__setitem__)
+        for k, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            if cell != CellType():  # it holds something
+                self._keep(partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
+                self._left.append((f"the variable {k}", cell.cell_contents))
+        self._left += ((f"a default of {x.__qualname__}", v) for v in x.__defaults__ or ())
+
+
+def _generator(x: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How to read and set the state of a generator of random numbers; None if ``x`` is none."""
+    if isinstance(x, torch.Generator):
+        return lambda: x.get_state().numpy().copy(), lambda state: x.set_state(torch.from_numpy(state))
+    if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
+        return x.getstate, x.setstate
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(x, numpy.RandomState):
+        return partial(x.get_state, legacy=False), x.set_state
+    if numpy is not None and isinstance(x, (numpy.Generator, numpy.BitGenerator)):
+        bits = x if isinstance(x, numpy.BitGenerator) else x.bit_generator
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return None
+
+
+def _refill(x: Any, state: Any) -> None:
+    if isinstance(x, array.array):
+        del x[:]
+    else:
+        x.clear()
+    (x.update if isinstance(x, (dict, set)) else x.extend)(state)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """The same objects, in the same places; states of generators by value."""
+    if a is b:
+        return True
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [*a] == [*b] and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return bool(np.array_equal(a, b))
+    return type(a) is type(b) and isinstance(a, (int, float, str, bytes, set)) and bool(a == b)
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names in a function, and in those that it makes."""
+    return {*code.co_names}.union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+def _foreign(module: str | None) -> bool:
+    """Of Python itself, torch, NumPy, this project or an installed package; what is made by ``exec`` names none."""
+    if not isinstance(module, str):
+        return False
+    if module.partition(".")[0] in _FOREIGN:
+        return True
+    return is_installed(str(getattr(sys.modules.get(module), "__file__", "")))
+
+
+_FOREIGN = frozenset({"torch", "numpy", "rkgb", "rockmate", "solvers"}) | sys.stdlib_module_names - {"__main__"}
+
 
 MOST_STEPS = 5
 """Steps after which a plan is there, or none comes."""

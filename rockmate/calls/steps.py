@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from rkgb.warn import warn
-from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
+from rockmate.budget import show_at_least, show_at_most, show_bytes
 from rockmate.calls.look import FAILED, Look
-from rockmate.calls.turns import Turn
-from rockmate.calls.whole_steps import Form, KnownStep, WholeStep, form_of, phases_of
+from rockmate.calls.whole_steps import Form, KnownStep, Turn, WholeStep, form_of, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.plan import line_of_call, some_of
 from rockmate.planning.ways import Ways, peak_of
@@ -41,41 +37,20 @@ MOST_STEPS = 16
 """Steps of several calls that are known."""
 
 
-class User(Protocol):
-    """Has plans under a budget. ``known_model``: whose calls these are for; None where that is gone."""
-
-    @property
-    def known_model(self) -> torch.nn.Module | None: ...
-
-    def plan_anew(self) -> None:
-        """The budget is another one: plans are made again at the next calls."""
-
-
 class Steps:
     """The steps under one budget. See the file's text."""
 
-    def __init__(self) -> None:
+    def __init__(self, terms: Any) -> None:
+        """``terms``: the ``rockmate.calls.terms.Terms`` that have these steps."""
+        self.terms = terms
         self._known: dict[Form, KnownStep] = {}
         self._eager: dict[Form, int] = {}  # bytes of steps that run nothing again
         self._ways: dict[tuple[Hashable, bool], Ways] = {}  # by kinds, and whether the gradients are there
         self._here = threading.local()
         self._said: set[str] = set()
-        self._users: list[weakref.ref[User]] = []
         self._last: Form | None = None
         self._trained: list[tuple[Hashable, ...]] = []  # kinds of calls of steps that had a backward
         self.unknown = True  # no step had a backward yet, or of the last one's calls only bounds are known
-
-    def __reduce__(self) -> Any:
-        """Copies know of no step."""
-        return Steps, ()
-
-    def add(self, user: User) -> None:
-        """``user`` has plans under this budget."""
-        self._users.append(weakref.ref(user))
-
-    def users(self) -> list[User]:
-        """All that have plans under this budget."""
-        return [user for ref in self._users if (user := ref()) is not None]
 
     def forget(self, owner: object) -> None:
         """Nothing is known of the calls of ``owner`` any more."""
@@ -122,19 +97,19 @@ class Steps:
 
     # ------------------------------------------------------------------------- calls
 
-    def begin(self, terms: Terms) -> None:
+    def begin(self) -> None:
         """A call comes: a step begins with it unless others wait, and the one before is over."""
         if not self.waiting():
-            self._finish(terms)
+            self._finish()
 
-    def take(self, key: Hashable, ways: Ways, name: str, terms: Terms, after: bool = False) -> Turn:
+    def take(self, key: Hashable, ways: Ways, name: str, after: bool = False) -> Turn:
         """A call of such a kind comes: its turn, in the way in which it is to run. ``key``: of the kind, and of what
         it is expected to compute. ``after``: the ``ways`` are those where the gradients of parameters are there, as
         ``follows_a_backward`` says.
 
         Raises ``InfeasibleBudgetError`` where the calls of the step do not fit the budget in any ways that are known.
         """
-        self.begin(terms)
+        self.begin()
         turns = self._turns
         if len(turns) >= MOST_TURNS:
             turns[:] = self.waiting()
@@ -143,10 +118,10 @@ class Steps:
             self._drop({next(iter(self._ways))[0]})
         self._ways[key, after] = ways
         step = self._expected((*(turn.key for turn in turns), key))
-        budget = terms.budget
+        budget = self.terms.budget
         way = None
         if step is not None and isinstance(budget, int):
-            way = self._planned(step, turns, ways, budget, name, terms)
+            way = self._planned(step, turns, ways, budget, name)
             if way is not None and not turns and step.is_to_be_measured and Look.possible():
                 WholeStep(step, turns, ways.device, name, self._say)
         if way is None and isinstance(budget, int) and self.waiting():
@@ -184,9 +159,7 @@ class Steps:
         found = [step for form, step in self._known.items() if form.keys[: len(keys)] == keys]
         return max(found, key=lambda step: (len(step.form.keys), self._eager[step.form]), default=None)
 
-    def _planned(
-        self, step: KnownStep, turns: Sequence[Turn], own: Ways, budget: int, name: str, terms: Terms
-    ) -> Way | None:
+    def _planned(self, step: KnownStep, turns: Sequence[Turn], own: Ways, budget: int, name: str) -> Way | None:
         """The way for the call after ``turns``, of its ``own``; None if plans of later calls are to be known before."""
         taken, known_ways = [turn.way for turn in turns], self._ways_of(step.form)
         ways = (*known_ways[: len(taken)], own, *known_ways[len(taken) + 1 :])
@@ -206,11 +179,11 @@ class Steps:
                 least = error.min_budget + step.beside
                 eager = self._eager[step.form] + step.beside
                 problem = _infeasible(name, step, ways, budget, least, eager), least
-                if not terms.least and not self._may_be_another(step.form):
+                if not self.terms.least and not self._may_be_another(step.form):
                     raise InfeasibleBudgetError(*problem) from None
                 step.chosen = least_of([w.within(left, tight=True) for w in ways], phases)
             step.budget, step.ways, step.fixed = left, ways, len(taken)
-            step.problem = None if terms.least else problem
+            step.problem = None if self.terms.least else problem
             if step.problem is not None:
                 return None  # the calls that fit run: see ``_left``
             if problem is not None:
@@ -265,7 +238,7 @@ class Steps:
 
     # ------------------------------------------------------------------------- steps
 
-    def _finish(self, terms: Terms) -> None:
+    def _finish(self) -> None:
         """The last step of this thread is over: learn what it was, if it had several calls."""
         turns = list(self._turns)
         self._here.__dict__["turns"] = []
@@ -286,22 +259,14 @@ class Steps:
         if not self.unknown and (form.is_whole or form == before):  # a validation without torch.no_grad comes once
             beside = {known: step.beside for known, step in self._known.items()}
             counted = (f for f in self._eager if f.is_whole or f == form)
-            terms.settle_step(max(self._eager[f] + beside.get(f, 0) for f in counted))
+            self.terms.settle_step(max(self._eager[f] + beside.get(f, 0) for f in counted))
         peak = max(level(phase, [turn.way for turn in turns]) for phase in phases)
-        binds = isinstance(terms.budget, int) and (peak > terms.budget or any(turn.way.time for turn in turns))
+        budget = self.terms.budget
+        binds = isinstance(budget, int) and (peak > budget or any(turn.way.time for turn in turns))
         if binds and form not in self._known:
             if len(self._known) == MOST_STEPS:
                 self._known.pop(next(iter(self._known)))
             self._known[form] = KnownStep(form)
-
-
-class Terms(Protocol):
-    """What is asked of plans: see ``rockmate.calls.terms``."""
-
-    budget: int | Budget
-    least: bool
-
-    def settle_step(self, peak: int) -> None: ...
 
 
 def _shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequence[Phase], budget: int) -> list[Way]:

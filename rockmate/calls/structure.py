@@ -1,13 +1,29 @@
-"""What the operations of a captured program write, and what of it nothing reads."""
+"""What the operations of a captured program write and make, without a run: whether memory needs a plan, and a run much
+time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 
 from rkgb.storages import has_memory, storage_key
 from rkgb.trees import tensors_in
-from rockmate.calls.captured import Checkpointed, name_of
+from rockmate.calls.captured import name_of
+
+SPARE = 4
+"""Times the bytes of all results: their gradients, what single operations keep beside, and their temporary memory.
+
+This is a guess, so the first step is measured."""
+
+
+_QUICK = 2**21
+"""Bytes: where the mean operation makes fewer, a run takes less time than to see what the program does without."""
 
 _IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split())
 
@@ -46,14 +62,73 @@ def memory_of(node: fx.Node) -> set[int]:
 
 def inputs_of_functions(program: fx.GraphModule) -> frozenset[str]:
     """The inputs that are handed to an ``autograd.Function``: a number among them may count in its backward only."""
-    called = (n for n in program.graph.nodes if _calls_function(program, n))
+    called = (n for n in program.graph.nodes if n.op == "call_module" or isinstance(n.target, HigherOrderOperator))
     return frozenset(i.name for n in called for i in n.all_input_nodes if i.op == "placeholder")
 
 
-def _calls_function(program: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op != "call_module":
-        return isinstance(node.target, torch._ops.HigherOrderOperator)
-    called = program.get_submodule(str(node.target))
-    if isinstance(called, Checkpointed):
-        return any(_calls_function(called.body, n) for n in called.body.graph.nodes)
-    return True
+def graphs_within(program: fx.GraphModule) -> list[fx.GraphModule]:
+    """``program`` and the graphs within it."""
+    return [m for m in program.modules() if isinstance(m, fx.GraphModule)]
+
+
+class Results:
+    """How many elements the results of a captured program have, by the sizes of its arguments."""
+
+    def __init__(self, program: fx.GraphModule) -> None:
+        self._numbers: list[tuple[int, Any]] = []  # positions of arguments that are numbers: what they are called
+        self._counts: dict[Any, int] = {}  # different expressions, which numbers of elements follow from: their places
+        self._allocated: list[tuple[int, int]] = []  # of results with memory of their own: the place, bytes an element
+        captured = 0  # bytes, at the sizes of the capture
+        for k, node in enumerate(program.graph.find_nodes(op="placeholder")):
+            example = node.meta.get("example_value")
+            if isinstance(example, torch.SymInt):
+                self._numbers.append((k, example.node.expr))
+        nodes = [n for graph in graphs_within(program) for n in graph.graph.nodes]
+        given = [n.meta.get("example_value") for n in nodes if n.op == "placeholder"]
+        made = [n.meta.get("example_value") for n in nodes if n.op != "placeholder"]
+        known = {_storage(t) for t in tensors_in(given)}
+        for t in tensors_in(made):
+            count: Any = t.numel()
+            expression = count.node.expr if isinstance(count, torch.SymInt) else count
+            place = self._counts.setdefault(expression, len(self._counts))
+            if _storage(t) not in known:
+                known.add(_storage(t))
+                captured += t.dtype.itemsize * _as_captured(count)
+                self._allocated.append((place, t.dtype.itemsize))
+        self.quick = captured < _QUICK * sum(node.op.startswith("call") for node in nodes)  # to compute
+
+    def counts(self, arguments: Sequence[Any]) -> tuple[int, ...] | None:
+        """The different numbers of elements, in the same order for all ``arguments``; None where sizes follow from
+        values (x[mask]).
+        """
+        numbers = {expression: int(arguments[k]) for k, expression in self._numbers}
+        found = []
+        for expression in self._counts:
+            count = expression if isinstance(expression, int) else expression.xreplace(numbers)
+            if getattr(count, "free_symbols", ()):  # a bare symbol has become a plain number
+                return None
+            found.append(int(count))
+        return tuple(found)
+
+    def rough_bytes(self, counts: tuple[int, ...] | None) -> float:
+        """Bytes of all results together; infinite where sizes follow from values."""
+        return inf if counts is None else sum(counts[place] * size for place, size in self._allocated)
+
+
+def rough_peak(size: float, arguments: Sequence[Any]) -> float:
+    """Bytes that a training step hardly exceeds whose results have ``size`` bytes together: ``SPARE`` times that, and
+    gradients of parameters that have none.
+    """
+    missing = {id(p): p for p in arguments if isinstance(p, torch.nn.Parameter) and p.requires_grad and p.grad is None}
+    return SPARE * size + sum(p.nbytes for p in missing.values())
+
+
+def _as_captured(count: Any) -> int:
+    """``count`` at the sizes of the capture; 0 if it follows from values."""
+    if isinstance(count, int):
+        return count
+    return int(count.node.hint) if count.node.has_hint() else 0
+
+
+def _storage(t: torch.Tensor) -> int:
+    return storage_key(t) if has_memory(t) else id(t)

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.autograd import forward_ad
@@ -251,14 +252,9 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def without_cached_parametrizations() -> Iterator[None]:
+def without_cached_parametrizations() -> contextlib.AbstractContextManager[Any]:
     """Run as out of ``torch.nn.utils.parametrize.cached()``, and leave its cache as it is."""
-    cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled = cached
+    return patch.object(parametrize, "_cache_enabled", 0)
 
 
 @contextlib.contextmanager

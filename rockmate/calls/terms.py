@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -34,7 +36,8 @@ class Terms:
     least: bool = False
     always: bool = False
     settled: tuple[Budget, int] | None = field(default=None, init=False)  # what it was, of a step of so many bytes
-    steps: Steps = field(default_factory=Steps, init=False)  # of the calls under this budget
+    steps: Steps = field(init=False)  # of the calls under this budget
+    users: WeakSet[Any] = field(default_factory=WeakSet, init=False)  # handles of all models under this budget
     made: int = field(default=0, init=False)
     _room: int | None = field(default=None, init=False)  # "auto": bytes for a step that makes all gradients
     _changes: int = field(default=0, init=False)  # of optimizers, when that was found
@@ -43,6 +46,11 @@ class Terms:
         """Refuse what cannot be used when it is given, not at the first call that is planned."""
         if not (self.progress is None or isinstance(self.progress, bool)):
             raise InputError(f"progress={self.progress!r}: give True, False, or None for terminals only")
+        self.steps = Steps(self)
+
+    def __reduce__(self) -> Any:
+        """Copies know of no step."""
+        return Terms, (self.budget, self.options, self.progress, self.least, self.always)
 
     @contextmanager
     def settling(self, planner: Planner) -> Iterator[int]:
@@ -53,7 +61,7 @@ class Terms:
         if isinstance(self.budget, Budget):
             self.settled = self.budget, planner.eager_peak
             self.budget = self.bytes_of(self.budget, planner)
-        elif (len(self.steps.users()) > 1 or self.supposes_one_call) and planner.eager_peak > self._peak:
+        elif (len(self.users) > 1 or self.supposes_one_call) and planner.eager_peak > self._peak:
             self.settle_step(planner.eager_peak)  # of what several modules share, or of calls that may be of one step
         try:
             yield self.budget
@@ -141,7 +149,7 @@ class Terms:
 
     def _models(self) -> list[torch.nn.Module]:
         """All whose plans are under this budget."""
-        return [model for user in self.steps.users() if (model := user.known_model) is not None]
+        return [model for user in self.users if (model := user.known_model) is not None]
 
     def _room_on(self, device: torch.device) -> int:
         """What a step like the last one may take."""

@@ -33,17 +33,17 @@ def waits_of(runnable: Runnable) -> Waits:
     return Waits(forwards - reserved, backwards - reserved, max(0, observer.early - reserved))
 
 
-class PlannedWays(FoundWays):
+class PlannedWays(FoundWays[Runnable]):
     """Those of ``runnable``, a plan of ``front``."""
 
     def __init__(self, runnable: Runnable, front: Front) -> None:
         planner = runnable.planner
-        super().__init__(planner.problem, runnable.plan.schedule, planner.reserved, waits_of(runnable), planner.ways)
+        figures = planner.problem, runnable.plan.schedule, planner.reserved
+        super().__init__(*figures, waits_of(runnable), planner.ways, runnable)
         self.runnable, self.owner, self.front = runnable, front, front
         self.call, self.device = runnable.plan.call, planner.device
         k = planner.graphs.K
         self.made = sum(k.s.d.values[v].bytes for v in k.missing)
-        self._placed: dict[Way, Runnable] = {}
 
     def look_for(self, budget: int, tight: bool) -> Iterable[Schedule]:
         """As in ``FoundWays``; none where the plan is from a file."""
@@ -62,13 +62,7 @@ class PlannedWays(FoundWays):
         found = chain.found(limit)
         return None if found is None else found.schedule
 
-    def placed(self, way: Way) -> Runnable:
-        """The plan that runs in this way."""
-        if way == self.alone:
-            return self.runnable
-        if way not in self._placed:
-            schedule = self.found[way]
-            found = ChainPlan(schedule, walk(self.problem, schedule), "for several calls")
-            plan = self.runnable.planner.described(peak_of(way), found)
-            self._placed[way] = dataclasses.replace(self.runnable, plan=plan, program=program_of(plan))
-        return self._placed[way]
+    def lowered(self, way: Way, schedule: Schedule) -> Runnable:
+        found = ChainPlan(schedule, walk(self.problem, schedule), "for several calls")
+        plan = self.runnable.planner.described(peak_of(way), found)
+        return dataclasses.replace(self.runnable, plan=plan, program=program_of(plan))

@@ -28,7 +28,7 @@ from rkgb.program import same
 from rkgb.randomness import drawing_again, random_state, watched_devices
 from rkgb.trace.other_draws import other_states
 from rkgb.trees import tensor_leaves
-from rockmate.calls.held import Held
+from rockmate.calls.rehearsal import Held
 from rockmate.follow.noting import schema_of
 from rockmate.follow.tape import Tape
 

@@ -21,7 +21,7 @@ from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.look import Look
 from rockmate.calls.surroundings import INSTEAD, warn_unplanned
-from rockmate.calls.turns import Turn
+from rockmate.calls.whole_steps import Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.following import following, lasting_of
@@ -34,9 +34,8 @@ from rockmate.follow.policy import Policy
 from rockmate.follow.problem import problem_of
 from rockmate.follow.record import Slot, form_of_op
 from rockmate.follow.reruns import Reruns
-from rockmate.follow.solving import Solving
+from rockmate.follow.solving import FollowedWays, Solving
 from rockmate.follow.tape import Tape
-from rockmate.follow.ways import FollowedWays
 from rockmate.memory import StepBytes
 from rockmate.planning.plan import line_of_call
 from rockmate.planning.ways import Ways
@@ -147,7 +146,7 @@ class Followed:
             unsaid, self._unsaid = self._unsaid, None
             self._solve(unsaid)
         number = 0 if known is None else known.number
-        took = partial(self.front.terms.steps.take, (id(kind), number), name=self.front.name, terms=self.front.terms)
+        took = partial(self.front.terms.steps.take, (id(kind), number), name=self.front.name)
         if known is None:
             made = sum(self.front.bytes_of_missing_gradients().values())
             turn = took(ways=Ways(self.front, device, kind.call, Way(0, 0, 0, 0), made))

@@ -16,8 +16,7 @@ import torch
 from rkgb.device import kind_of
 from rkgb.device.kind import Moment
 from rkgb.trace.code import is_the_users
-from rockmate.calls.look import FAILED, LET_GO
-from rockmate.calls.step_look import StepLook
+from rockmate.calls.look import FAILED, LET_GO, StepLook
 from rockmate.calls.surroundings import graph_is_retained
 from rockmate.follow.policy import Policy
 from rockmate.follow.record import Datum, Op, OpForm, Slot, Use, form_of_op

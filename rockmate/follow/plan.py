@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
-from rockmate.planning.fates import fates
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import facts_of_call, text_of_facts
+from rockmate.planning.report import fates
 from rockmate.progress import Report, silent
 from solvers import Bwd, Frontier, InfeasibleError, Problem, Run, Schedule, Step, Walk, keep_everything, walk
 from solvers.chain.refine import refine
@@ -28,7 +28,7 @@ from solvers.whole.whole_graph import least_step
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rockmate.planning.page import MemoryPage
+    from rockmate.planning.plot import MemoryPage
 
 SECONDS = 2.0
 """How long a plan is looked for, unless ``time_limit`` says less."""
@@ -126,7 +126,7 @@ class FollowedPlan:
 
     def save_memory_html(self, path: str | Path) -> MemoryPage:
         """As ``Plan.save_memory_html``; the paths of submodules are not known."""
-        from rockmate.planning.page import Place, save_memory_html
+        from rockmate.planning.plot import Place, save_memory_html
 
         places = [Place("", "", line) for line in self.places]
         return save_memory_html(self.problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)

@@ -1,4 +1,6 @@
-"""Plans of followed steps for the budget of now, which a share becomes when the first step was seen."""
+"""Plans of followed steps for the budget of now, which a share becomes when the first step was seen; and the ways in
+which a followed call that was observed can share a step's budget with others.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ from rockmate.calls.terms import least_instead
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.follow.known import CallKinds, Known
 from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, find_least, moment_of
-from rockmate.follow.planned import program_of
+from rockmate.follow.planned import FollowedProgram, program_of
 from rockmate.planning.least import least_and_share, saves_nothing
+from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import line_of_call
+from rockmate.planning.ways import FoundWays, peak_of
 from rockmate.progress import Progress, Report
-from solvers import InfeasibleError
+from solvers import InfeasibleError, Problem, Schedule, walk
+from solvers.calls import Way
 from solvers.interrupts import Heeded
 
 
@@ -108,3 +113,34 @@ _NOTHING = (
     "Recomputation saves next to nothing here: nearly all of it is gradients of parameters, results that may not be "
     "computed again (random numbers), and what one operation needs. "
 )
+
+
+SECONDS = 0.1
+"""How long one way is looked for."""
+
+
+class FollowedWays(FoundWays[tuple[FollowedPlan, FollowedProgram]]):
+    """Those of calls that compute as ``known``. ``made``: bytes of the gradients that their backward makes."""
+
+    def __init__(self, known: Known, owner: object, made: int, options: PlanOptions) -> None:
+        assert known.plan is not None and known.program is not None
+        figures, runs = (known.found.problem, known.plan.schedule, 0), (known.plan, known.program)
+        super().__init__(*figures, known.waits, known.searched, runs)
+        self.known, self.plan = known, known.plan
+        self.owner, self.made, self.call, self.device = owner, made, known.call, known.device
+        self.options = replace(options, time_limit=min(SECONDS, options.time_limit))
+
+    def least(self) -> tuple[int, Schedule]:
+        found = find_least(self.problem)
+        return found.walk.peak, found.schedule
+
+    def solve(self, problem: Problem, limit: int) -> Schedule | None:
+        try:
+            return find(problem, limit, self.options).schedule
+        except InfeasibleError:
+            return None
+
+    def lowered(self, way: Way, schedule: Schedule) -> tuple[FollowedPlan, FollowedProgram]:
+        walked = walk(self.problem, schedule)
+        plan = replace(self.plan, budget=peak_of(way), schedule=schedule, walk=walked, lower_bound=None)
+        return plan, program_of(self.known.found, schedule, self.known.seen)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +14,7 @@ from rkgb.program import in_mode
 from rkgb.storages import storage_key
 from rkgb.trace.capture import current_mode
 from rkgb.trace.preserved import each_saved
-from rockmate.pieces.inductor import Code, inner_compiled
+from rockmate.pieces.inductor import Code, inner_compiled, no_warnings
 from solvers.work import Work
 
 
@@ -101,14 +99,6 @@ def isolated(work: Callable[[], T]) -> T:
     while not thread.look():
         pass
     return thread.results()[0]
-
-
-@contextlib.contextmanager
-def no_warnings() -> Iterator[None]:
-    """What Inductor's own code is warned of is no user's concern, nor a reason to fail where warnings are errors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def compiled(body: fx.GraphModule, forms: Sequence[Any], wants: Sequence[bool]) -> Kernel:

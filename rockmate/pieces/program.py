@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,20 +19,18 @@ from rkgb.device import kind_of
 from rkgb.program import in_mode
 from rkgb.settings import settings
 from rkgb.trace.preserved import drop_saved, preserved
-from rockmate.calls.captured import Checkpointed
+from rockmate.calls.functions import copied
 from rockmate.pieces.dropout import with_seeds
 from rockmate.pieces.functional import without_writes
-from rockmate.pieces.fuse import Group, pieces_of, with_pieces
-from rockmate.pieces.groups import grouped
+from rockmate.pieces.fuse import Group, grouped, pieces_of, with_pieces
 from rockmate.pieces.inductor import at_once
 from rockmate.pieces.kernels import Form, form_of, isolated
 from rockmate.pieces.norms import with_statistics, without_statistics
 from rockmate.pieces.piece import Piece, Runner
 from rockmate.pieces.seen import Seen, watch
-from rockmate.planning.disk import named
+from rockmate.planning.disk import named, places_of
 from rockmate.planning.kept import versions
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.places import places_of
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,8 @@ def with_compiled_pieces(
     ``inputs``: of a call, on which pieces are looked at; buffers and generators are put back. ``known``: pieces by
     their identity, those of other programs of the model. Raises ``PieceError`` for a piece whose numbers are wrong.
     """
-    program = copied(program)
+    program = fx.GraphModule(program, copied(program.graph))
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
-    with_checkpointed_parts(program)
     without_statistics(program)
     with_seeds(program, tensors[0].device)
     changed = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
@@ -130,40 +126,6 @@ class _Judge(fx.Interpreter):
         if piece not in self.judged:
             self.judged[piece] = self.choices.made(piece, args)
         return piece(*args) if self.judged[piece] else piece.eager(*args)
-
-
-def with_checkpointed_parts(program: fx.GraphModule) -> None:
-    """Put the operations of checkpointed parts, which run as they are, among the others."""
-    for node in list(program.graph.find_nodes(op="call_module")):
-        part = program.get_submodule(str(node.target))
-        if not isinstance(part, Checkpointed):
-            continue
-        with_checkpointed_parts(part.body)
-        known: dict[fx.Node, fx.Node] = dict(zip(part.body.graph.find_nodes(op="placeholder"), node.args, strict=True))
-        with program.graph.inserting_before(node):
-            results: Any = program.graph.graph_copy(part.body.graph, known)
-        for inner in part.body.graph.nodes:
-            if inner.op in ("get_attr", "call_module"):
-                path = f"{node.name}_{inner.target}".replace(".", "_")
-                setattr(program, path, attrgetter(str(inner.target))(part.body))
-                known[inner].target = path
-        if isinstance(results, fx.Node):
-            node.replace_all_uses_with(results)
-        for user in list(node.users):  # each takes one of several
-            user.replace_all_uses_with(results[user.args[1]])
-            program.graph.erase_node(user)
-        program.graph.erase_node(node)
-
-
-def copied(program: fx.GraphModule) -> fx.GraphModule:
-    """The same program, to be changed."""
-    graph = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        known[node] = graph.node_copy(node, known.__getitem__)
-        if hasattr(node, "_dynamo_source"):
-            known[node]._dynamo_source = node._dynamo_source
-    return fx.GraphModule(program, graph)
 
 
 @dataclass(frozen=True)

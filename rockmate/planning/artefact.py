@@ -27,7 +27,7 @@ from rkgb.probe.operations import is_python
 from rkgb.sample import Call
 from rkgb.trace.capture import current_mode
 from rockmate.errors import InputError, PlanError
-from rockmate.planning.room import Room
+from rockmate.planning.problem import Room
 from solvers import Problem, ProblemError, Schedule, ScheduleError, parse_schedule
 from solvers.errors import check_whole
 from solvers.files.values import from_json, to_json

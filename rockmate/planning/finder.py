@@ -17,13 +17,12 @@ from rkgb.probe.contexts import context_bytes
 from rockmate.budget import show_bytes
 from rockmate.errors import InfeasibleBudgetError, PlanError
 from rockmate.planning.artefact import SavedPlan
+from rockmate.planning.disk import places_of
 from rockmate.planning.kept import LOADED, Bounded, kept_or_made
 from rockmate.planning.least import too_small
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.places import places_of
 from rockmate.planning.plan import Plan
-from rockmate.planning.problem import clocks_of, clocks_without_reruns
-from rockmate.planning.room import Room, usual_problem
+from rockmate.planning.problem import Room, clocks_of, clocks_without_reruns, usual_problem
 from rockmate.planning.ways import Asked
 from rockmate.progress import Report, silent
 from solvers import (

@@ -24,8 +24,7 @@ from rkgb.device import kind_of
 from rkgb.graphs import S_graph, S_node
 from rkgb.settings import settings
 from rkgb.trace.attention import attention_kernels
-from rockmate.planning.disk import named
-from rockmate.planning.places import Places
+from rockmate.planning.disk import Places, named
 from solvers import ChainPlan, Problem, format_schedule, parse_schedule, walk
 from solvers.errors import MOST
 from solvers.files.values import from_json, to_json

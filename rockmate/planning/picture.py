@@ -16,8 +16,7 @@ from rkgb.render import parts
 from rkgb.render.columns import Panel, Size, chain_pages, stand
 from rkgb.units import format_time
 from rockmate.budget import show_bytes
-from rockmate.planning.fates import Fate, fates
-from rockmate.planning.report import BlockChoice, block_choices
+from rockmate.planning.report import BlockChoice, Fate, block_choices, fates
 from solvers import Bwd, Problem, Run, Schedule, step_name, walk
 
 COLOURS = {"kept": "#bcd6f2", "again": "#cfe8ae", "often": "#8fc05a", "free": "#ececec"}

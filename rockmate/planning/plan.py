@@ -15,10 +15,9 @@ from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
 from rockmate.planning.artefact import PlanFields, write_plan
 from rockmate.planning.kept import LOADED
-from rockmate.planning.problem import clocks_of
+from rockmate.planning.problem import clocks_of, usual_problem
 from rockmate.planning.report import block_rows, block_table
 from rockmate.planning.reserved import predict_reserved
-from rockmate.planning.room import usual_problem
 from rockmate.run.watch import MeasuredStep
 from solvers import Bwd, Loss, Problem, Run, Schedule, Step, format_schedule, keep_everything, lower_bound, walk
 from solvers.clocks import Clocks
@@ -27,7 +26,7 @@ from solvers.tables import html_facts, html_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rockmate.planning.page import MemoryPage
+    from rockmate.planning.plot import MemoryPage
 
 # Plans that are by this fraction of the step above a proven bound, or less, are called the least.
 PROVEN = 1e-4
@@ -194,7 +193,7 @@ class Plan(PlanFields):
         Under the mouse, each step says its operation, module path and source line, what is live meanwhile, and whether
         its results are kept or computed again. Raises ``ImportError`` where plotly is missing.
         """
-        from rockmate.planning.page import Place, save_memory_html
+        from rockmate.planning.plot import Place, save_memory_html
 
         s = self.graph.s
         main = [s.main(i) for i in range(len(s.nodes))]

@@ -1,16 +1,20 @@
-"""Planners for other uses of the outputs, for other sizes, and with costs that are measured anew."""
+"""Planners for other uses of the outputs, for other sizes, and with costs that are measured anew; and for sizes that
+never ran, from those of a few small sizes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from rkgb.cost.measure import Cost, Known
+from rkgb.cost.extrapolate import Extrapolated, Measured, convolution_kernels, extrapolated, form
+from rkgb.cost.measure import Known
 from rkgb.cost.usage import Usage
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_graph
@@ -18,10 +22,9 @@ from rkgb.pipeline import make_K
 from rockmate.planning.finder import CARRIED, LITTLE, PlanFinder
 from rockmate.planning.kept import Bounded
 from rockmate.planning.plan import Plan
-from rockmate.planning.problem import problem_of
-from rockmate.planning.room import Room, bytes_of_outputs, grown, usual_room, wider
-from rockmate.progress import silent
-from solvers import Bwd, ChainPlan, Options, Schedule, ScheduleError, walk, with_deletes
+from rockmate.planning.problem import Room, bytes_of_outputs, grown, problem_of, usual_room, wider
+from rockmate.progress import Report, part_of, silent
+from solvers import Bwd, ChainPlan, Options, Problem, Schedule, ScheduleError, keep_everything, walk, with_deletes
 
 
 def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
@@ -54,13 +57,13 @@ class Planner(PlanFinder):
             doing = phase_of(self.graphs.known, before)
             seconds[doing] = seconds.get(doing, 0.0) + time.perf_counter() - start
         room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
-        return self._with(k, room, self.graphs.known, saved=None, seconds=seconds)
+        return self.with_costs(k, room, self.graphs.known, saved=None, seconds=seconds)
 
     def with_auto_solver(self) -> Planner:
         """The same with a solver that finds the plan of least memory."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, solver="auto"))
 
-    def _with(
+    def with_costs(
         self, k: K_graph, room: Room, known: Known, classes: tuple[int, ...] | None = None, **changed: Any
     ) -> Planner:
         """This planner with other costs, or another room for the loss: nothing is solved yet."""
@@ -97,7 +100,7 @@ class Planner(PlanFinder):
         k = make_K(s, model, inputs, self.options.costs, usage, known)
         seen = self.room.seen
         room = grown(self.room, bytes_of_outputs(s.d)) if seen else usual_room(k, self.options.loss_memory)
-        return self._with(
+        return self.with_costs(
             k,
             room,
             known,
@@ -107,15 +110,6 @@ class Planner(PlanFinder):
             scaled=not known.own,
             solved={},
         )
-
-    def fitted(self, s: S_graph, costs: Mapping[Usage, list[Cost]], classes: tuple[int, ...]) -> Planner:
-        """A planner for ``s``, which has the skeleton of this planner's graph: its ``costs`` were fitted, and nothing
-        ran. The backward makes the gradients that it makes here.
-        """
-        known, k = Known(costs.__getitem__), self.graphs.K
-        k = make_K(s, torch.nn.Module(), [], self.options.costs, k.usage, known, k.missing)
-        room = usual_room(k, self.options.loss_memory)
-        return self._with(k, room, known, classes, saved=None, scaled=False, solved={})
 
     def measured_anew(self, model: torch.nn.Module, inputs: list[torch.Tensor], known: Known) -> Planner:
         """This planner, whose costs were scaled, with those of its own sizes: the ``known`` ones, or measured.
@@ -127,13 +121,13 @@ class Planner(PlanFinder):
         known.given = frozenset(v for v in sources if self.graphs.D.values[v].requires_grad) - k.missing
         k = make_K(self.graphs.S, model, inputs, self.options.costs, k.usage, known, k.missing)
         seconds = {phase_of(known): time.perf_counter() - start}
-        return self._with(k, self.room, known, seconds=seconds, scaled=False, solved={})
+        return self.with_costs(k, self.room, known, seconds=seconds, scaled=False, solved={})
 
     def with_gradients(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> Planner:
         """A planner for calls in whose backward the gradients of all parameters are there."""
         k = self.graphs.K
         k = make_K(self.graphs.S, model, inputs, self.options.costs, k.usage, self.graphs.known, frozenset())
-        return self._with(k, self.room, self.graphs.known, missing=frozenset())
+        return self.with_costs(k, self.room, self.graphs.known, missing=frozenset())
 
     def carried_plan(self, budget: int, schedules: Iterable[Schedule]) -> Plan | None:
         """The fastest of ``schedules`` of other sizes of the graph that fits ``budget``; None if none does."""
@@ -164,3 +158,70 @@ class Planner(PlanFinder):
 def phase_of(known: Known, before: int = 0) -> str:
     """What it is called that costs became ``known``, of which ``before`` were measured."""
     return "load" if known.own and known.measurings == before else "measure"
+
+
+class FittedStep:
+    """A step of one size, as ``rockmate.estimate.StepOfSize``. ``like``: the planner of a size that was measured."""
+
+    def __init__(self, like: Planner, found: Extrapolated) -> None:
+        self.like, self.found, self.rough = like, found, found.rough
+
+    @cached_property
+    def planner(self) -> Planner:
+        """With the costs that were fitted; nothing runs. The backward makes the gradients that it makes in ``like``."""
+        like, known, k = self.like, Known(self.found.costs.__getitem__), self.like.graphs.K
+        k = make_K(self.found.s, torch.nn.Module(), [], like.options.costs, k.usage, known, k.missing)
+        room = usual_room(k, like.options.loss_memory)
+        return like.with_costs(k, room, known, self.found.classes, saved=None, scaled=False, solved={})
+
+    @property
+    def problem(self) -> Problem:
+        return self.planner.problem
+
+    @property
+    def reserved(self) -> int:
+        return self.planner.reserved
+
+    @property
+    def device(self) -> torch.device:
+        return self.planner.device
+
+    @property
+    def eager_peak(self) -> int:
+        return self.planner.eager_peak
+
+    @property
+    def peak(self) -> int:
+        schedule = keep_everything(self.problem)
+        return self.planner.predicted_peak(ChainPlan(schedule, walk(self.problem, schedule), "keep everything"))
+
+    @cached_property
+    def least(self) -> tuple[int, Schedule]:
+        """What planning such a call says, too."""
+        budget = self.planner.frontier().min_budget
+        return budget, self.planner.solve(budget).schedule
+
+    @cached_property
+    def kernels(self) -> dict[str, str]:
+        return convolution_kernels(self.found.s.d)
+
+
+def fitted_steps(sizes: Sequence[int], planners: Sequence[Planner], report: Report) -> Callable[[int], FittedStep]:
+    """Steps of any size; ``planners``: of the rising ``sizes`` that were measured; their graphs are ``alike``."""
+    points = [_measured(size, planner) for size, planner in zip(sizes, planners, strict=True)]
+
+    def at(size: int) -> FittedStep:
+        like = dataclasses.replace(planners[-1], report=part_of(report, f"size {size}"))
+        return FittedStep(like, extrapolated(points, size))
+
+    return at
+
+
+def _measured(size: int, planner: Planner) -> Measured:
+    graphs = planner.graphs
+    return Measured(size, graphs.S, graphs.known.of, graphs.classes)
+
+
+def alike(a: Planner, b: Planner) -> bool:
+    """Whether two sizes are of one graph."""
+    return form(_measured(0, a)) == form(_measured(0, b))

@@ -21,8 +21,7 @@ from rockmate.errors import CannotBeCalledError, InputError, PlanError
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner, missing_gradients, phase_of
-from rockmate.planning.problem import problem_of
-from rockmate.planning.room import usual_room
+from rockmate.planning.problem import problem_of, usual_room
 from rockmate.progress import Report, silent
 
 NOTHING_COMPUTED = (

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ PARTS = (1.0, 0.7)
 
 NEAR = 0.05
 """Budgets that differ by this part of them need no search each."""
+
+R = TypeVar("R")
 
 Asked = tuple[int, bool]
 """A budget in bytes for which ways were looked for, and whether those of least memory were among them."""
@@ -91,11 +93,11 @@ def peak_of(way: Way) -> int:
     return max(way.forward, way.backward)
 
 
-class FoundWays(Ways, ABC):
+class FoundWays(Ways, ABC, Generic[R]):
     """Ways of a call that has a plan, ``schedule``, and others that are found when they are asked for.
 
     Bytes ``beside`` it are there at every moment, and those of ``waits`` while others run. ``searched``: schedules, by
-    what was asked for. ``found``: that of each other way.
+    what was asked for. ``found``: that of each other way. ``runs``: what runs the plan alone.
     """
 
     rough = False
@@ -107,12 +109,14 @@ class FoundWays(Ways, ABC):
         beside: int,
         waits: Waits,
         searched: dict[Asked, list[Schedule]],
+        runs: R,
     ) -> None:
         self.problem, self.beside, self.waits, self.searched = problem, beside, waits, searched
         self.left = sum(problem.data[d].size for d in problem.held)
         self.alone = self.way_of(schedule)
         self.found: dict[Way, Schedule] = {}
         self._taken: set[Asked] = set()  # of what was searched
+        self._placed: dict[Way, R] = {self.alone: runs}
 
     @cached_property
     def eager(self) -> Way:
@@ -161,6 +165,16 @@ class FoundWays(Ways, ABC):
             schedule = self.solve(wanted, limit)
             if schedule is not None:
                 yield schedule
+
+    def placed(self, way: Way) -> R:
+        """What runs in this way."""
+        if way not in self._placed:
+            self._placed[way] = self.lowered(way, self.found[way])
+        return self._placed[way]
+
+    @abstractmethod
+    def lowered(self, way: Way, schedule: Schedule) -> R:
+        """``schedule``, which is that of ``way``, ready to run."""
 
     @abstractmethod
     def least(self) -> tuple[int, Schedule | None]:

@@ -38,7 +38,7 @@ from rockmate import (
     detach,
     measure_peak,
 )
-from rockmate.calls.remembered import RememberedCall
+from rockmate.calls.free import RememberedCall
 from rockmate.planning.plan import Plan
 from rockmate.planning.wrappers import OwnCall
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rkgb.cost.node
 import rkgb.pipeline
 import rkgb.probe.check
-import rockmate.calls.shown
+import rockmate.calls.families
 from rkgb.cost.memory import measure_memory
 from rockmate import InfeasibleBudgetError, InputError, Rockmate, attach, measure_peak
 from rockmate.run.executor import CallState
@@ -133,7 +133,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: t
 
 
 PHASES = [
-    (rockmate.calls.shown, "graphs_without_data"),
+    (rockmate.calls.families, "graphs_without_data"),
     (rkgb.pipeline, "trace"),
     (rkgb.probe.check, "probe"),
     (rkgb.pipeline, "D_to_S"),
@@ -153,7 +153,7 @@ def test_planning_is_interrupted(
     args, _ = c.call(0)
     budget = tight_budget(model, args)
     if name in ("trace", "probe"):
-        monkeypatch.setattr(rockmate.calls.shown, "graphs_without_data", lambda *_: None)
+        monkeypatch.setattr(rockmate.calls.families, "graphs_without_data", lambda *_: None)
     before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     apply = torch.autograd.Function.apply
     with interrupted(monkeypatch, owner, name, error), pytest.raises(error):
@@ -174,7 +174,7 @@ def test_planning_fails_at_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None
     eager, rk = planned(c)
     ids = c.call(1)[0][0]
     with (
-        interrupted(monkeypatch, rockmate.calls.shown, "graphs_without_data", torch.OutOfMemoryError),
+        interrupted(monkeypatch, rockmate.calls.families, "graphs_without_data", torch.OutOfMemoryError),
         pytest.raises(torch.OutOfMemoryError),
     ):
         rk(ids[:1])

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 import rockmate
 from rockmate import Rockmate, measure_peak
 from rockmate.follow import solving
+from rockmate.follow.known import Watch
 from rockmate.follow.plan import FollowedPlan, find_least
-from rockmate.follow.watch import Watch
 from solvers import InfeasibleError
 
 X = randn(512, 64, seed=0)

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rockmate.planning.disk import Disk
-from rockmate.planning.places import Places, Ranks, places_of
+from rockmate.planning.disk import Disk, Places, Ranks, places_of
 
 
 def number(content: dict[str, Any]) -> int:

@@ -17,8 +17,7 @@ from rockmate import Rockmate, measure_peak
 from rockmate.planning.finder import SCALARS
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
-from rockmate.planning.problem import clocks_without_reruns, problem_of
-from rockmate.planning.room import usual_room
+from rockmate.planning.problem import clocks_without_reruns, problem_of, usual_room
 from solvers import Loss, Run
 
 

@@ -14,7 +14,7 @@ from against_eager import assert_same, snapshot, tight_budget
 from models import randn, tokens
 from torch import nn
 
-import rockmate.calls.calls
+import rockmate.calls.captured_calls
 from rkgb.graphs import D_graph
 from rockmate import attach, measure_peak
 

@@ -19,7 +19,7 @@ import rkgb.Btools
 import rkgb.Dtools
 import rkgb.probe.resize
 import rockmate
-import rockmate.calls.calls
+import rockmate.calls.captured_calls
 import solvers.block.ilp
 from rkgb.cost import memory
 from rkgb.cost.measure import Cost, Known, measure_nodes
