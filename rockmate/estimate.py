@@ -22,6 +22,7 @@ from rockmate.planning.checks import checked_call
 from rockmate.planning.options import PlanOptions, options_of
 from rockmate.planning.planner import Planner
 from rockmate.progress import Progress, Report
+from rockmate.signed import called_right
 from solvers import Schedule, walk
 from solvers.interrupts import Heeded
 from solvers.tables import text_table
@@ -90,6 +91,7 @@ class Estimate:
         return "\n".join(lines)
 
 
+@called_right
 def estimate(
     model: torch.nn.Module,
     sample: Sample,
