@@ -26,6 +26,9 @@ SILENT.disabled = True
 MANY = 4
 """From this plan on, the line says what to do about it."""
 
+ANOTHER_OVERHEAD = 0.01
+"""A predicted overhead that differs by more than this fraction of a step from what was said is said."""
+
 
 class _IfNobodyElse(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to standard error where the program has set up no logging of its own."""
@@ -110,6 +113,11 @@ def shapes_of(call: tuple[str, ...]) -> list[str]:
 def costly(overhead: float) -> str:
     """What is said of a plan that runs again for longer than a step takes; empty of others."""
     return "" if overhead <= 1 else ". A larger budget may take far less time: see frontier()"
+
+
+def exceeding(took: int, budget: int) -> str:
+    """What is said of a step that took more than its budget."""
+    return f"{show_bytes(took)}, {show_bytes(took - budget)} more than the budget"
 
 
 def _loaded(plan: Plan) -> str:

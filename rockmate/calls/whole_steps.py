@@ -51,7 +51,7 @@ class KnownStep:
     the first ``fixed`` of which ran already; ``problem``: why they do not fit it, and the least that does. ``peak``:
     what they take, of the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them
     have shown, of which some were ``unfinished``. ``measured``: the ways in which their calls ran, and the bytes that
-    these calls were known to leave held meanwhile, ``waits``.
+    these calls were known to leave held meanwhile, ``waits``. ``said``: the budget and the overhead that were told.
     """
 
     form: Form
@@ -67,6 +67,7 @@ class KnownStep:
     waits: tuple[Waits, ...] = ()
     looks: int = 0
     unfinished: int = 0
+    said: tuple[int, float] | None = None
 
     @property
     def is_to_be_measured(self) -> bool:

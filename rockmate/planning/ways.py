@@ -73,6 +73,7 @@ class Ways:
     rough: ClassVar[bool] = True
     waits = Waits()
     left = 0  # bytes of results that the caller holds after the backward
+    eager_time = 0  # nanoseconds of a step that runs nothing again, where a plan is known
 
     @property
     def eager(self) -> Way:
@@ -110,7 +111,7 @@ class FoundWays(Ways, ABC):
     ) -> None:
         self.problem, self.beside, self.waits, self.searched = problem, beside, waits, searched
         self.left = sum(problem.data[d].size for d in problem.held)
-        self.alone = self.way_of(schedule)
+        self.alone, self.eager_time = self.way_of(schedule), problem.eager_time
         self.found: dict[Way, Schedule] = {}
         self._taken: set[Asked] = set()  # of what was searched
 
