@@ -58,9 +58,7 @@ def check_arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = [p for p in signature.parameters.values() if p.name != "self"]
-        named = [p.name for p in given if p.kind is p.KEYWORD_ONLY]
-        places = [p.name if p.default is p.empty else f"{p.name}=…" for p in given if p.kind is p.POSITIONAL_OR_KEYWORD]
+        named = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"]
         name = function.__qualname__.removesuffix(".__init__")
-        also = f", and by name: {', '.join(named)}" if named else ""
-        raise InputError(f"{name}: {error}. What it takes is {name}({', '.join(places)}){also}") from None
+        how = signature.replace(parameters=named, return_annotation=signature.empty)
+        raise InputError(f"{name}: {error}. Call it as {name}{how}") from None

@@ -115,11 +115,6 @@ def costly(overhead: float) -> str:
     return "" if overhead <= 1 else ". A larger budget may take far less time: see frontier()"
 
 
-def exceeding(took: int, budget: int) -> str:
-    """What is said of a step that took more than its budget."""
-    return f"{show_bytes(took)}, {show_bytes(took - budget)} more than the budget"
-
-
 def _loaded(plan: Plan) -> str:
     """What of the plan an earlier process has found."""
     found = [] if "measure" in plan.setup_seconds else ["costs"]

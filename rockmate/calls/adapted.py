@@ -114,9 +114,8 @@ def _least_of(
     """A budget has become less than any plan of ``refused`` takes: raise ``problem``, or the plan of least memory."""
     if not terms.least:
         observer.refused, first = refused, runnable.plan.budget
-        if first > problem.min_budget and not runnable.plan.room.seen:
-            raise InfeasibleBudgetError(f"{problem} {_FIRST.format(show_at_least(first))}", problem.min_budget)
-        raise problem
+        more = _FIRST.format(show_at_least(first)) if first > problem.min_budget and not runnable.plan.room.seen else ""
+        raise InfeasibleBudgetError(f"{problem}{more}", problem.min_budget)
     found = refused.with_auto_solver().plan(problem.min_budget)
     return dataclasses.replace(runnable, planner=refused, plan=found, program=program_of(found))
 
@@ -138,7 +137,7 @@ def _plan_for(seen: Planner, plan: Plan, budget: int) -> Plan | None:
 
 _OTHERWISE = "the last step took more than the budget, as its loss used the outputs otherwise than planned for: "
 
-_FIRST = "Given from the start, before a step has shown what its loss takes, a budget of {} has a plan."
+_FIRST = " Given from the start, before a step has shown what its loss takes, a budget of {} has a plan."
 
 _HELD = (
     "the last step held outputs until its backward was over that the budget has no room for, so that it may exceed the "

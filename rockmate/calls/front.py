@@ -25,7 +25,7 @@ from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.finder import CARRIED
 from rockmate.planning.plan import Plan, line_of_call
 from rockmate.planning.planner import lacks_gradient
-from rockmate.tell import ANOTHER_OVERHEAD, LOG, costly, described, exceeding, planned_line, shapes_of
+from rockmate.tell import ANOTHER_OVERHEAD, LOG, costly, described, planned_line, shapes_of
 
 _MANY = (2, 32, 128, 512)
 """Other sizes than the first one, or numbers, at which it is said what to do about them."""
@@ -217,7 +217,7 @@ class Front:
         peak, budget, overhead = show_bytes(plan.predicted_peak), show_bytes(plan.budget), plan.predicted_overhead
         is_news = before is not None and abs(overhead - before.predicted_overhead) > ANOTHER_OVERHEAD
         if before is not None and took > before.budget:
-            is_news, why = True, f"{why} (that step took {exceeding(took, before.budget)})"
+            is_news, why = True, f"{why} (that step took {show_bytes(took)} of {show_bytes(before.budget)})"
         self._say(
             f"planned again in {seconds:.1f} s, for {why}: predicted peak {peak}, budget {budget}, "
             f"{100 * overhead:.1f} % more time{costly(overhead)}",

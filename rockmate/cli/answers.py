@@ -138,7 +138,8 @@ def plan(given: Given, budget: str, options: Options, save: Path | None, program
     text, values = str(made), {**_values(given), **_values_of_plan(made)}
     if save is not None:
         if not isinstance(made, Plan):
-            raise Misuse(f"the plan was not saved: the model is not captured as one graph ({found.reason})")
+            why = f"the model is not captured as one graph ({found.reason}), and each process finds its plan itself"
+            raise Misuse(f"the plan was not saved: {why}")
         made.save(save)
         more = ", compile=True" if options.arguments["compile"] else ""
         text += f"\n\nsaved in {save}: rockmate.Rockmate(model, sample, plan={str(save)!r}{more})"

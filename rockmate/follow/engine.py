@@ -41,7 +41,7 @@ from rockmate.memory import StepBytes
 from rockmate.planning.plan import line_of_call
 from rockmate.planning.ways import Ways
 from rockmate.progress import Progress
-from rockmate.tell import MANY, costly, exceeding, shapes_of
+from rockmate.tell import MANY, costly, shapes_of
 from solvers import Frontier
 from solvers.calls import Way
 from solvers.interrupts import Heeded
@@ -289,7 +289,7 @@ class Followed:
             f"planned a followed step for {line_of_call(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
             f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
             f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
-            + (f"; the step that was observed took {exceeding(took, plan.budget)}" if took > plan.budget else "")
+            + (f"; the step that was observed took {show_bytes(took)}" if took > plan.budget else "")
             + (
                 f". This is plan {self._made}: {_FEWER}. {_PAD if other_shapes else _KEEP}"
                 if self._made >= MANY
