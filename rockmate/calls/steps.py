@@ -20,11 +20,10 @@ from rkgb.warn import warn
 from rockmate.budget import Budget, show_at_least, show_at_most, show_bytes
 from rockmate.calls.look import FAILED, Look
 from rockmate.calls.turns import Turn
-from rockmate.calls.whole_steps import Form, KnownStep, WholeStep, form_of, phases_of
+from rockmate.calls.whole_steps import Form, KnownStep, WholeStep, form_of, least_from_start, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.plan import line_of_call, some_of
 from rockmate.planning.ways import Ways, peak_of
-from rockmate.tell import ANOTHER_OVERHEAD, LOG, costly
 from solvers import InfeasibleError
 from solvers.calls import Phase, Way, least_of, level, share
 
@@ -203,7 +202,7 @@ class Steps:
             except InfeasibleError as error:
                 if taken or any(w.rough for w in ways):
                     return None
-                least = error.min_budget + step.beside
+                least = least_from_start(ways, phases, error.min_budget) + step.beside
                 eager = self._eager[step.form] + step.beside
                 problem = _infeasible(name, step, ways, budget, least, eager), least
                 if not terms.least and not self._may_be_another(step.form):
@@ -218,7 +217,7 @@ class Steps:
             peak = max(level(phase, step.chosen) for phase in phases) + step.beside
             if not taken and peak != step.peak:
                 step.peak, step.asked = peak, budget
-                _tell(name, step, ways)
+                step.tell(name)
         return step.chosen[len(taken)]
 
     def _may_be_another(self, form: Form) -> bool:
@@ -307,19 +306,6 @@ def _shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequen
         return share([*fixed, *(w.within(budget) for w in ways)], phases, budget)
     except InfeasibleError:
         return share([*fixed, *(w.within(budget, tight=True) for w in ways)], phases, budget)
-
-
-def _tell(name: str, step: KnownStep, ways: Sequence[Ways]) -> None:
-    """Say how the calls of ``step`` were planned, unless little has changed since that was said."""
-    rough = any(w.rough for w in ways)  # how long such a call takes is not known
-    overhead = 0.0 if rough else sum(w.time for w in step.chosen) / max(1, sum(w.eager_time for w in ways))
-    if step.said is not None and step.said[0] == step.asked and abs(overhead - step.said[1]) <= ANOTHER_OVERHEAD:
-        return
-    step.said = step.asked, overhead
-    LOG.info(
-        f"{name}: {len(ways)} calls of a step are planned together: predicted peak {show_bytes(step.peak)}, budget "
-        f"{show_bytes(step.asked)}{'' if rough else f', {100 * overhead:.1f} % more time{costly(overhead)}'}"
-    )
 
 
 def _infeasible(name: str, step: KnownStep, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:

@@ -15,10 +15,14 @@ from rockmate.calls.look import Look
 from rockmate.calls.step_look import StepLook
 from rockmate.calls.turns import Turn
 from rockmate.planning.ways import Waits, Ways
-from solvers.calls import Phase, Way
+from rockmate.tell import ANOTHER_OVERHEAD, LOG, costly
+from solvers.calls import Phase, Way, least_of, level
 
 MOST_LOOKS = 16
 """Steps of one kind that are measured."""
+
+MOST_TRIED = 3
+"""Budgets of a step that are tried before one is stated."""
 
 MOST_UNFINISHED = 2
 """Looks at steps of one kind that did not come to an end. Calls of such steps are looked at one by one."""
@@ -80,6 +84,18 @@ class KnownStep:
         """Where calls were observed since, what a step took beside the plans is in these now: it is measured again."""
         if self.measured and self.waits != _waits(ways):
             self.beside, self.measured = 0, []
+
+    def tell(self, name: str) -> None:
+        """Say how its calls were planned, unless little has changed since that was said."""
+        rough = any(w.rough for w in self.ways)  # how long such a call takes is not known
+        overhead = 0.0 if rough else sum(w.time for w in self.chosen) / max(1, sum(w.eager_time for w in self.ways))
+        if self.said is not None and self.said[0] == self.asked and abs(overhead - self.said[1]) <= ANOTHER_OVERHEAD:
+            return
+        self.said = self.asked, overhead
+        LOG.info(
+            f"{name}: {len(self.ways)} calls of a step are planned together: predicted peak {show_bytes(self.peak)}, "
+            f"budget {show_bytes(self.asked)}{'' if rough else f', {100 * overhead:.1f} % more time{costly(overhead)}'}"
+        )
 
 
 def _waits(ways: Sequence[Ways]) -> tuple[Waits, ...]:
@@ -171,3 +187,14 @@ def phases_of(form: Form, ways: Sequence[Ways]) -> list[Phase]:
             owner = id(ways[call].owner)
             made[owner] = max(made.get(owner, 0), ways[call].made)
     return phases
+
+
+def least_from_start(ways: Sequence[Ways], phases: Sequence[Phase], least: int) -> int:
+    """A budget of ``least`` bytes or more for which ways are found that fit, if it is given from the start."""
+    for _ in range(MOST_TRIED):
+        found = least_of([w.from_start(least) for w in ways], phases)
+        need = max(level(phase, found) for phase in phases)
+        if need <= least:
+            break
+        least = need
+    return least

@@ -86,6 +86,10 @@ class Ways:
         """
         return [self.alone]
 
+    def from_start(self, budget: int) -> Sequence[Way]:
+        """Ways that are found where ``budget`` bytes are given from the start, those of least memory among them."""
+        return [self.alone]
+
 
 def peak_of(way: Way) -> int:
     """Bytes at the worst moment of its two phases."""
@@ -138,6 +142,11 @@ class FoundWays(Ways, ABC):
             self.found.update((self.way_of(schedule), schedule) for schedule in self.searched[asked])
         ways = [self.alone, *self.found]
         return [way for way in ways if peak_of(way) <= budget] or [min(ways, key=peak_of)]
+
+    def from_start(self, budget: int) -> Sequence[Way]:
+        if (budget, True) not in self.searched:
+            self.searched[budget, True] = list(dict.fromkeys(self.look_for(budget, True)))
+        return [self.way_of(schedule) for schedule in self.searched[budget, True]] or [self.alone]
 
     def look_for(self, budget: int, tight: bool) -> Iterable[Schedule]:
         """Schedules within ``budget`` bytes: for smaller peaks, if ``tight`` down to the least; for amounts to keep.

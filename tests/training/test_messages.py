@@ -173,7 +173,7 @@ def test_the_largest_size_is_not_asked_for_where_it_came_first(first: int, caplo
     caplog.set_level(logging.DEBUG, "rockmate")
     model = Mlp()
     attach(model, "70%", costs="flops", cache=False, sample=X[:first], on_infeasible="least")
-    for rows in (first, 96, 64, 128):
+    for rows in (first, 112, 120, 128):
         model(X[:rows]).mean().backward()
         model.zero_grad()
     (line,) = (m for m in caplog.messages if "have come so far" in m)
