@@ -77,6 +77,17 @@ def test_logs_and_ci_show_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) 
     assert "measure" in plan_on(io.StringIO(), monkeypatch, True, ci="true")
 
 
+@pytest.mark.usefixtures("at_once")
+def test_where_no_bar_is_seen_there_is_one_line_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    for show, ci, said in ((None, "", "begun\n"), (None, "true", "begun\n"), (False, "", "")):
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        monkeypatch.setenv("CI", ci)
+        with Progress(show, "begun"), Progress() as report:
+            report("trace", 0.0)
+            report("measure", 0.0)
+        assert sys.stderr.getvalue() == said
+
+
 def test_short_planning_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "DELAY", 1e6)
     assert plan_on(Terminal(), monkeypatch, None) == ""
