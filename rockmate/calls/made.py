@@ -201,7 +201,7 @@ class PlansOfCalls(CapturedGraph):
     def _first(self, planners: list[Planner], observer: Observer | None = None) -> Runnable:
         """The plan of the first planner that has one. ``observer``: of an earlier plan for such calls."""
         planner = planners[-1]
-        several = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
+        several = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None and planner.finds_least
         supposed = ALL_OUTPUTS if several else self._supposed(planner)
         return self._fitting(planners, partial(make_first, observer=observer), supposed)
 
@@ -221,7 +221,7 @@ class PlansOfCalls(CapturedGraph):
 
     def _supposed(self, planner: Planner) -> str:
         """What a step may show of calls under a share of the step, in words; nothing if it is known."""
-        runs = planner.saved is None and not self.front.only_plans
+        runs = planner.saved is None and not self.front.only_plans and planner.finds_least
         return ONE_CALL if runs and self.terms.supposes_one_call else ""
 
     def set_budget(self, budget: Budget) -> None:
