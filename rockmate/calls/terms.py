@@ -104,7 +104,11 @@ class Terms:
         has shown it; so long it may run.
         """
         asked, peak = self.settled or (Budget(), 0)
-        if not until_seen and planner.finds_least and (share := self.as_share(error.min_budget, planner.eager_peak)):
+        if (
+            not until_seen
+            and planner.options.solver == "auto"
+            and (share := self.as_share(error.min_budget, planner.eager_peak))
+        ):
             error = InfeasibleBudgetError(f"{error}{share}", error.min_budget)
         if asked.share is not None and planner.eager_peak > peak:
             error = InfeasibleBudgetError(

@@ -56,11 +56,6 @@ class Planner(PlanFinder):
         room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
         return self._with(k, room, self.graphs.known, saved=None, seconds=seconds)
 
-    @property
-    def finds_least(self) -> bool:
-        """Whether its solver finds the plan of least memory, as one that was asked for by name need not."""
-        return self.options.solver == "auto"
-
     def with_auto_solver(self) -> Planner:
         """The same with a solver that finds the plan of least memory."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, solver="auto"))
