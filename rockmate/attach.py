@@ -24,6 +24,7 @@ from rockmate.pieces.inductor import prepare_for_pieces
 from rockmate.planning.checks import checked_call, checked_module, checked_type
 from rockmate.planning.options import options_of
 from rockmate.planning.wrappers import check_compiled, put_call
+from rockmate.signed import called_right
 from rockmate.tell import be_heard
 
 
@@ -53,6 +54,7 @@ def attach(
 ) -> tuple[Attachment, ...]: ...
 
 
+@called_right
 def attach(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     budget: int | float | str,
@@ -193,6 +195,7 @@ def attached(model: torch.nn.Module) -> Attachment | None:
     return found if isinstance(found, Attachment) else None
 
 
+@called_right
 def detach(model: torch.nn.Module) -> None:
     """The model runs as it did before ``attach``. Raises ``InputError`` if it is not attached."""
     found = attached(model)

@@ -22,6 +22,7 @@ from rockmate.planning.checks import checked_call
 from rockmate.planning.options import PlanOptions, options_of
 from rockmate.planning.planner import Planner
 from rockmate.progress import Progress, Report
+from rockmate.signed import called_right
 from solvers import Schedule, walk
 from solvers.interrupts import Heeded
 from solvers.tables import text_table
@@ -90,6 +91,7 @@ class Estimate:
         return "\n".join(lines)
 
 
+@called_right
 def estimate(
     model: torch.nn.Module,
     sample: Sample,
@@ -130,7 +132,7 @@ def estimate(
         raise BudgetError(f"the budget {budget!r} is a share of each size's own peak: give bytes, such as '8 GiB'")
     call = Growing(given, checked_dims(dim))
     wanted = checked_sizes(sizes, call)
-    with Heeded(), Progress(progress) as report:
+    with Heeded(), Progress(progress, "Rockmate measures four sizes, and plans for others") as report:
         known = _Sizes(_measured(model, call, options, report), report)
         available = plain = largest = None
         if limit is not None:

@@ -11,6 +11,7 @@ import torch
 from rkgb.cost import memory
 from rkgb.errors import MeasureError, PlanWanted
 from rockmate.run.watch import MeasuredStep, Watch
+from rockmate.signed import called_right
 from rockmate.tell import LOG, be_heard
 
 T = TypeVar("T")
@@ -19,6 +20,7 @@ MOST_RUNS = 4
 """Times that what is measured runs before, at most, so that its calls have plans."""
 
 
+@called_right
 def measure_peak(
     function: Callable[[], Any], device: torch.device | str | torch.nn.Module | None = None, *, reserved: bool = False
 ) -> int:
@@ -44,6 +46,7 @@ def measure_peak(
     return _planned_first(function, lambda: memory.measure_peak(function, device, reserved=reserved))
 
 
+@called_right
 def measure_step(step: Callable[[], Any], device: torch.device | str | None = None) -> MeasuredStep:
     """Run ``step``, one forward of a planned model and its backward, and measure the memory of each operation.
 

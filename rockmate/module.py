@@ -31,7 +31,8 @@ from rockmate.planning.checks import checked_call, checked_module
 from rockmate.planning.options import options_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.wrappers import NO_REPLICAS
-from rockmate.signed import signed
+from rockmate.progress import Progress
+from rockmate.signed import called_right, signed
 from rockmate.tell import be_heard
 from solvers import Frontier
 
@@ -76,14 +77,12 @@ class Rockmate(torch.nn.Module):
             when the optimizer's state is there.
         plan: Instead of a budget, a file that ``plan.save(path)`` wrote for this graph.
         sample_kwargs: Keyword arguments beside a tuple.
-        costs: "measured" times every operation, "flops" models them (the same plan on every run and machine with such
-            a device).
+        costs: "measured" times every operation, "flops" models them (the same plan on every run and such machine).
         loss_memory: Bytes, or text such as "200 MiB", that the loss allocates beside the outputs and their gradients.
             By default, room for three times the outputs' bytes is left in the first step, and for what the loss took
             from then on (``plan.room``). A scalar beside other outputs is taken for the loss until a step has shown
             where the backward starts.
-        time_limit: Seconds after which the search for a plan ends with the best so far, as ``plan.reason`` then says;
-            by default 60 for each integer program.
+        time_limit: Seconds after which a search ends with the best plan so far; by default 60 for each integer program.
         solver: One of ``solvers.solver_names(solvers.Problem)``, such as "sqrt" or one of your own; "auto" is the best.
         progress: Whether to show how far planning is; by default on a terminal, when it takes more than a second.
         cache: The folder where costs and schedules are kept for the next start of a script; True for what the
@@ -105,7 +104,7 @@ class Rockmate(torch.nn.Module):
     _rockmate_forward: Callable[..., Any] | None
     _rockmate_original: torch.nn.Module
 
-    def __new__(cls, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Rockmate:
+    def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Rockmate:
         """An object of a class made of this one and the model's."""
         checked_module(model)
         if isinstance(model, Rockmate):
@@ -118,6 +117,7 @@ class Rockmate(torch.nn.Module):
         made: Rockmate = object.__new__(_twin_class(cls, type(model)))
         return made
 
+    @called_right
     def __init__(
         self,
         model: torch.nn.Module,
@@ -266,9 +266,7 @@ class Rockmate(torch.nn.Module):
     def extra_repr(self) -> str:
         """The budget, and what the model says of itself."""
         budget = self._front.terms.budget
-        own = super().extra_repr()
-        said = f"budget={budget} bytes" if isinstance(budget, int) else f"budget={budget}"
-        return f"{said}, {own}" if own else said
+        return ", ".join(filter(None, (f"budget={budget}{' bytes' * isinstance(budget, int)}", super().extra_repr())))
 
 
 _CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -318,6 +316,7 @@ def _remade(cls: type, model: torch.nn.Module, terms: Terms) -> Rockmate:
     return made
 
 
+@called_right
 def frontier(
     model: torch.nn.Module,
     sample: Sample,
@@ -346,5 +345,6 @@ def frontier(
     """
     call, options = checked_call(model, sample, sample_kwargs), options_of(costs, loss_memory, cache=None)
     probe = Attachment.probe(model, options, progress)
-    probe.plan_for(call)
-    return probe.frontier()
+    with Progress(progress, "Rockmate plans, and looks for the frontier"):
+        probe.plan_for(call)
+        return probe.frontier()

@@ -41,15 +41,16 @@ class Progress:
     several sizes are planned, it is a part of what that one shows.
 
     ``show``: True writes at once, wherever standard error goes; False never; None only to a terminal, not where
-    ``CI`` is set, and only when planning takes longer than ``DELAY``.
+    ``CI`` is set, and only when planning takes longer than ``DELAY``. ``instead``: one line for who sees none then.
     """
 
-    def __init__(self, show: bool | None = None) -> None:
+    def __init__(self, show: bool | None = None, instead: str = "") -> None:
         terminal = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("CI")
         self.wanted = terminal if show is None else show
         self.start = time.time()
         self.visible_from = self.start + (DELAY if show is None else 0.0)
         self.said = self.phase = ""
+        self.instead = "" if self.wanted or show is False or sys.stderr is None else instead
         self.line: _Line | None = None
         self.outer: Progress | None = None
 
@@ -63,7 +64,12 @@ class Progress:
         if self.outer is not None:
             self.outer._show(f"{self.outer.said}, {phase}" if self.outer.said else phase, part)
             return
-        if not self.wanted or time.time() < self.visible_from:
+        if time.time() < self.visible_from:
+            return
+        if self.instead:
+            sys.stderr.write(f"{self.instead}\n")
+            self.instead = ""
+        if not self.wanted:
             return
         if self.line is None:
             form = "Rockmate plans: {desc} {percentage:3.0f} % {bar:20} {elapsed}"

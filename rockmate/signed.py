@@ -1,12 +1,18 @@
-"""The signature of a module's forward, on what stands in its place."""
+"""Signatures: that of a module's forward, on what stands in its place, and calls that do not fit those of ours."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+from rockmate.errors import InputError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def signed(function: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,3 +39,26 @@ def _with_self(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters = [first, *signature.parameters.values()]
         described.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return described
+
+
+def called_right(function: Callable[P, T]) -> Callable[P, T]:
+    """``function``, which raises ``InputError`` where it is called with other arguments than it has."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        check_arguments(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return called
+
+
+def check_arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise ``InputError``, which says how ``function`` is called, where these are other arguments than it has."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        named = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"]
+        name = function.__qualname__.removesuffix(".__init__")
+        how = signature.replace(parameters=named, return_annotation=signature.empty)
+        raise InputError(f"{name}: {error}. Call it as {name}{how}") from None

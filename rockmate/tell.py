@@ -26,6 +26,9 @@ SILENT.disabled = True
 MANY = 4
 """From this plan on, the line says what to do about it."""
 
+ANOTHER_OVERHEAD = 0.01
+"""A predicted overhead that differs by more than this fraction of a step from what was said is said."""
+
 
 class _IfNobodyElse(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to standard error where the program has set up no logging of its own."""

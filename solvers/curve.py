@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,7 +43,7 @@ class Frontier:
     on, nothing is recomputed. ``min_budget`` is the smallest budget for which a schedule is known. Every schedule of
     the solver's class needs at least ``lower`` bytes. If the two are equal (``exact``), ``min_budget`` is proven to be
     the smallest feasible budget. ``baselines``: what the usual ways to checkpoint take, where blocks are known. It
-    prints as a table of about ten rows.
+    prints as a table of about ten rows. ``call``: which calls it is of, in a few words, where there are others.
     """
 
     min_budget: int
@@ -49,6 +51,7 @@ class Frontier:
     points: tuple[tuple[int, float], ...]
     lower: int = 0
     baselines: tuple[Baseline, ...] = ()
+    call: str = ""
 
     @property
     def exact(self) -> bool:
@@ -122,7 +125,8 @@ class Frontier:
     def _rows(self) -> list[tuple[str, str, str]]:
         rows = [("budget", "of eager's peak", "extra time")]
         for budget, share, overhead in self.table():
-            rows.append((show_at_least(budget), f"{100 * share:.0f} %", f"{100 * overhead:.1f} %"))
+            percent = ceil(1000 * share - 1e-6) / 10  # of the last row, rounded up, so that it can be given
+            rows.append((show_at_least(budget), f"{percent:g} %", f"{100 * overhead:.1f} %"))
         return rows
 
     def _least(self) -> str:
@@ -132,11 +136,11 @@ class Frontier:
         return f"<Frontier: {self._least()} to {show_bytes(self.max_budget)}, {len(self.points)} points>"
 
     def __str__(self) -> str:
-        return text_table(self._rows())
+        return f"for {self.call}\n{text_table(self._rows())}" if self.call else text_table(self._rows())
 
     def _repr_html_(self) -> str:
         """A notebook shows the table."""
-        return html_table(self._rows())
+        return f"<p>for {escape(self.call)}</p>" * bool(self.call) + html_table(self._rows())
 
 
 def _percents(least: float) -> Iterator[int]:

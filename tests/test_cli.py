@@ -16,7 +16,7 @@ import pytest
 
 import rockmate
 from rkgb.device import Cpu
-from rockmate import Rockmate, frontier
+from rockmate import Rockmate, frontier, progress
 from rockmate.cli import answers, main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,6 +134,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     (tmp_path / "model.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(progress, "DELAY", 1e6)
     before = set(sys.modules)
 
     def run(*arguments: str) -> Result:
@@ -144,6 +145,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
+
+
+@pytest.mark.parametrize("command", ["check", "frontier", "estimate"])
+def test_where_there_is_no_terminal_a_line_says_that_a_command_works(
+    command: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "DELAY", -1.0)
+    done = run(command, "model.py:small", *(("--sizes", "32") if command == "estimate" else ("--costs", "flops")))
+    assert (done.code, done.err) == (0, f"rockmate {command}: planning takes some time\n")
 
 
 # ------------------------------------------------------------------------------------------------- answers
@@ -274,7 +284,7 @@ def test_no_plan_fits(run: Run) -> None:
 
 def test_where_no_plan_fits_a_share_that_would_do_is_said(run: Run) -> None:
     done = run("plan", "model.py:heavy", "--budget", "30%", "--costs", "flops")
-    (share,) = re.findall(r'the smallest that can be planned is [0-9.]+ MiB \("([0-9]+)%" of eager\'s peak\)', done.err)
+    (share,) = re.findall(r'As a share of eager\'s peak, that is "([0-9]+)%"', done.err)
     assert run("plan", "model.py:heavy", "--budget", f"{share}%", "--costs", "flops").code == 0
     assert run("plan", "model.py:heavy", "--budget", f"{int(share) - 1}%", "--costs", "flops").code == 1
 

@@ -76,6 +76,17 @@ def test_logs_and_ci_show_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) 
     assert "measure" in plan_on(io.StringIO(), monkeypatch, True, ci="true")
 
 
+@pytest.mark.usefixtures("at_once")
+def test_where_no_bar_is_seen_there_is_one_line_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    for show, ci, said in ((None, "", "begun\n"), (None, "true", "begun\n"), (False, "", "")):
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        monkeypatch.setenv("CI", ci)
+        with Progress(show, "begun"), Progress() as report:
+            report("trace", 0.0)
+            report("measure", 0.0)
+        assert sys.stderr.getvalue() == said
+
+
 def test_short_planning_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "DELAY", 1e6)
     assert plan_on(Terminal(), monkeypatch, None) == ""
@@ -278,14 +289,14 @@ def curve_of(least: int, most: int) -> Frontier:
 
 @pytest.mark.parametrize(
     ("least", "percents"),
-    [(137, [*range(100, 13, -10), 14]), (400, [*range(100, 40, -10), 40]), (930, [*range(100, 93, -1), 93]),
+    [(137, [*range(100, 13, -10), 13.7]), (400, [*range(100, 40, -10), 40]), (930, [*range(100, 93, -1), 93]),
      (850, [*range(100, 85, -2), 85]), (700, [*range(100, 70, -5), 70]), (1000, [100])],
 )  # fmt: skip
-def test_a_frontier_prints_about_ten_rows(least: int, percents: list[int]) -> None:
+def test_a_frontier_prints_about_ten_rows(least: int, percents: list[float]) -> None:
     curve = curve_of(least, 1000)
     lines = str(curve).splitlines()
     assert lines[0].split() == ["budget", "of", "eager's", "peak", "extra", "time"]
-    assert [int(line.split()[-4]) for line in lines[1:]] == percents
+    assert [float(line.split()[-4]) for line in lines[1:]] == percents
     assert len(lines) <= 12
     for budget, share, overhead in curve.table():
         assert budget <= share * 1000 + 1 and overhead == curve.overhead(budget)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -162,8 +163,16 @@ def _where(device: torch.device | str | torch.nn.Module | None) -> torch.device:
 
 
 def check_function(function: object) -> None:
-    """Raise ``MeasureError`` for what cannot be called."""
-    if not callable(function):
+    """Raise ``MeasureError`` for what cannot be called without arguments."""
+    runs = callable(function) and not isinstance(function, torch.nn.Module)
+    if runs:
+        with contextlib.suppress(ValueError):  # functions in C have no signature
+            try:
+                inspect.signature(function).bind()  # type: ignore[arg-type]
+            except TypeError:
+                runs = False
+    if not runs:
+        what = f"a {type(function).__name__}" if isinstance(function, torch.nn.Module) else repr(function)
         raise MeasureError(
-            f"{function!r} cannot be measured: give a function that runs a step, such as lambda: step(x)"
+            f"{what} cannot be measured: give a function without arguments that runs a step, such as lambda: step(x)"
         )

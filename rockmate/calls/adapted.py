@@ -10,6 +10,7 @@ import torch
 from rkgb.cost.usage import Usage, supposed
 from rkgb.errors import MeasureError
 from rkgb.warn import warn
+from rockmate.budget import show_at_least
 from rockmate.calls.observe import Observer
 from rockmate.calls.runnable import Runnable, as_before, make_first, program_of
 from rockmate.calls.terms import Terms
@@ -93,12 +94,12 @@ def _as_observed(
     if (terms.budget, terms.settled) != before:
         terms.budget, terms.settled = before
         return _as_observed(runnable, observer, model, inputs, terms, settles=False)
-    if budget < plan.budget and not observer.unsure:
-        return _least_of(runnable, observer, refused, problem, terms)
-    if budget < plan.budget or observer.unsure or not _asks_for_more(wanted, observer.room, plan):
+    if observer.unsure or not (budget < plan.budget or _asks_for_more(wanted, observer.room, plan)):
         return runnable  # that more is taken is not known yet, and the next call is looked at; or the plan suffices
     if _share_has_grown(plan, planner, refused, terms):
         return _as_observed(runnable, observer, model, inputs, terms, settles=False)
+    if budget < plan.budget:
+        return _least_of(runnable, observer, refused, problem, terms)
     observer.refused = refused
     said = f"{_OTHERWISE}{problem}"
     if not terms.least:
@@ -112,8 +113,9 @@ def _least_of(
 ) -> Runnable:
     """A budget has become less than any plan of ``refused`` takes: raise ``problem``, or the plan of least memory."""
     if not terms.least:
-        observer.refused = refused
-        raise problem
+        observer.refused, first = refused, runnable.plan.budget
+        more = _FIRST.format(show_at_least(first)) if first > problem.min_budget and not runnable.plan.room.seen else ""
+        raise InfeasibleBudgetError(f"{problem}{more}", problem.min_budget)
     found = refused.with_auto_solver().plan(problem.min_budget)
     return dataclasses.replace(runnable, planner=refused, plan=found, program=program_of(found))
 
@@ -121,7 +123,7 @@ def _least_of(
 def _share_has_grown(plan: Plan, planner: Planner, seen: Planner, terms: Terms) -> bool:
     """Until now the loss of ``plan`` was supposed: a share of that step becomes one of the step as it was ``seen``."""
     before = terms.budget
-    if plan.room.outputs is None:
+    if not plan.room.seen and seen.eager_peak > planner.eager_peak:
         terms.settle_again(planner, seen)
     return terms.budget != before
 
@@ -134,6 +136,8 @@ def _plan_for(seen: Planner, plan: Plan, budget: int) -> Plan | None:
 
 
 _OTHERWISE = "the last step took more than the budget, as its loss used the outputs otherwise than planned for: "
+
+_FIRST = " Given from the start, before a step has shown what its loss takes, a budget of {} has a plan."
 
 _HELD = (
     "the last step held outputs until its backward was over that the budget has no room for, so that it may exceed the "

@@ -126,7 +126,7 @@ class Capture:
             calls = found()
             assert calls is not None
             calls.front.inside.ran = True
-            with modes_again(calls.front.modes):
+            with calls.front.telling_capture(), modes_again(calls.front.modes):
                 return calls.call(*arguments)
 
         return torch._dynamo.disable(call)  # type: ignore[no-any-return]

@@ -190,8 +190,8 @@ class CapturedCalls(PlansOfCalls):
             self.last = new
         if new is not runnable:
             seconds = time.perf_counter() - began
-            before = runnable.plan.predicted_overhead
-            self.front.tell_anew(new.plan, seconds, "what its loss was seen to take", before)
+            took = 0 if observer.waits is not None else new.planner.taken_by(runnable.plan)  # no other call ran
+            self.front.tell_anew(new.plan, seconds, "what its loss was seen to take", runnable.plan, took)
 
     def _without_plan(self, arguments: tuple[Any, ...]) -> Any:
         """What the program returns; every tensor is kept, and pieces are compiled as under a plan."""

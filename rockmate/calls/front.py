@@ -7,7 +7,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 
@@ -25,7 +26,7 @@ from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.finder import CARRIED
 from rockmate.planning.plan import Plan, line_of_call
 from rockmate.planning.planner import lacks_gradient
-from rockmate.tell import LOG, costly, described, planned_line, shapes_of
+from rockmate.tell import ANOTHER_OVERHEAD, LOG, costly, described, planned_line, shapes_of
 
 _MANY = (2, 32, 128, 512)
 """Other sizes than the first one, or numbers, at which it is said what to do about them."""
@@ -45,9 +46,6 @@ ANOTHER_BUDGET = "the budget of now"
 
 LONG = 1.0
 """Seconds of a step from which on it is said what took them."""
-
-ANOTHER_OVERHEAD = 0.01
-"""A predicted overhead that differs by more than this fraction of a step from what was said is said."""
 
 
 class Front:
@@ -72,6 +70,7 @@ class Front:
         self._before: tuple[str, ...] | None = None
         self._came: dict[tuple[str, ...], dict[Hashable, set[Hashable]]] = {}  # calls, by what is said and by graphs
         self._others = 0  # sizes and numbers that came after the first
+        self._first, self._larger = 0, False  # bytes of the first step that was planned; whether one takes more
         self.timed_plan: tuple[Plan, float] | None = None
         self._steps: int | None = 0  # under a plan that runs something again, until one of them was timed
         self.said_checkpoints: set[bool] = set()
@@ -145,6 +144,14 @@ class Front:
         seconds = {"capture": time.perf_counter() - self.inside.began - compiled}
         return {**seconds, "compile": compiled} if compiled else seconds
 
+    @contextmanager
+    def telling_capture(self) -> Iterator[None]:
+        """Say what the capture of this thread's call took, if no plan comes of the call, which is told what it took."""
+        seconds = time.perf_counter() - self.inside.began if self.inside.captured else 0.0
+        yield
+        if self.capture_seconds():
+            self._say(f"TorchDynamo captured another kind of call in {seconds:.1f} s, which needs no new plan", seconds)
+
     def described(self, names: list[str], values: list[Any]) -> tuple[str, ...]:
         """A call in a few words."""
         return described(names, values, None)
@@ -165,6 +172,8 @@ class Front:
             self._made += runnable.planner.saved is None
             self.log.info("%s", planned_line(self.name, plan.call, plan, self._made, self._before))
             self._before = plan.call
+        self._first = self._first or runnable.planner.eager_peak
+        self._larger |= runnable.planner.eager_peak > self._first
         self._tell_others(plan.call, *kind)
 
     def _tell_others(self, call: tuple[str, ...], graph: Hashable, given: Hashable) -> None:
@@ -175,7 +184,8 @@ class Front:
         before, self._others = self._others, sum(max(map(len, by.values())) for by in self._came.values()) - 1
         if self._others > before and self._others in _MANY:
             several = len({(*shapes_of(said),) for said in self._came}) > 1
-            sizes = "give a call of the largest size (sample=), pad inputs to fewer lengths, and " * several
+            largest = "give a call of the largest size (sample=), " * self._larger  # if the first was not that
+            sizes = f"{largest}pad inputs to fewer lengths, and " * several
             self._say(
                 f"{self._others} other {'sizes, or ' * several}numbers with which forward computes, have come so far, "
                 f"and the first step of each takes longer: {sizes}keep numbers that change at every step in tensors"
@@ -200,12 +210,16 @@ class Front:
 
         return told
 
-    def tell_anew(self, plan: Plan | FollowedPlan, seconds: float, why: str, said: float | None = None) -> None:
-        """Say that calls which had a plan got ``plan`` in ``seconds``, and ``why``. ``said``: the overhead of the plan
-        before; that it is another one now is news.
+    def tell_anew(
+        self, plan: Plan | FollowedPlan, seconds: float, why: str, before: Plan | None = None, took: int = 0
+    ) -> None:
+        """Say that calls which had a plan got ``plan`` in ``seconds``, and ``why``. ``before``: that plan, under which
+        a step ``took`` so many bytes; another overhead, or more than the budget, is news.
         """
         peak, budget, overhead = show_bytes(plan.predicted_peak), show_bytes(plan.budget), plan.predicted_overhead
-        is_news = said is not None and abs(overhead - said) > ANOTHER_OVERHEAD
+        is_news = before is not None and abs(overhead - before.predicted_overhead) > ANOTHER_OVERHEAD
+        if before is not None and took > before.budget:
+            is_news, why = True, f"{why} (that step took {show_bytes(took)} of {show_bytes(before.budget)})"
         self._say(
             f"planned again in {seconds:.1f} s, for {why}: predicted peak {peak}, budget {budget}, "
             f"{100 * overhead:.1f} % more time{costly(overhead)}",

@@ -85,7 +85,7 @@ def _alike(value: Any) -> str:
     return repr(value) if type(value) is complex or (type(value) is float and value == 0) else type(value).__name__
 
 
-_KEYS = type({}.keys())
+_KEYS: type = type({}.keys())
 
 
 def ALIKE(builder: Any, guard: Any) -> None:

@@ -31,7 +31,7 @@ from rockmate.follow.plan import FollowedPlan
 from rockmate.memory import Memory, StepBytes, memory_of, step_of
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.plan import Plan
+from rockmate.planning.plan import Plan, line_of_call
 from rockmate.planning.planner import Planner
 from rockmate.planning.wrappers import take_call
 from rockmate.tell import SILENT
@@ -228,15 +228,14 @@ class Handle(Front):
             )
 
     def frontier(self) -> Frontier:
-        """Time against memory, as ``rockmate.frontier``: for the last kind of call that was planned, or, where the
-        budget does not bind, that ran first.
+        """Time against memory, as ``rockmate.frontier``: for the last kind of call that was planned, which it names
+        where there are others, or, where the budget does not bind, that ran first.
         """
         if self._detached:
             raise InputError(f"{self.name} was detached, and its plans are gone: use rockmate.frontier(model, sample)")
-        if self._followed is not None:
-            return self._followed.frontier()
-        if self.last is not None:
-            return self.last.frontier()
+        if (plans := self._followed or self.last) is not None:
+            found = plans.frontier()
+            return replace(found, call=line_of_call(self.planned.call)) if len(self.plans) > 1 else found
         if self._free is not None:
             with self._free.again(self.model) as call:
                 if self._probe is None:

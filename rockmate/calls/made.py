@@ -200,8 +200,7 @@ class PlansOfCalls(CapturedGraph):
     def _first(self, planners: list[Planner], observer: Observer | None = None) -> Runnable:
         """The plan of the first planner that has one. ``observer``: of an earlier plan for such calls."""
         planner = planners[-1]
-        several = len(planner.graphs.K.usage.roots) > 1 and planner.saved is None
-        supposed = ALL_OUTPUTS if several else self._supposed(planner)
+        supposed = self._supposed(planner, several=len(planner.graphs.K.usage.roots) > 1)
         return self._fitting(planners, partial(make_first, observer=observer), supposed)
 
     def _fitting(
@@ -218,10 +217,13 @@ class PlansOfCalls(CapturedGraph):
             least = self.terms.least_instead(error, planners[-1], self.front.name, until_seen=supposed)
             return make([planners[-1].with_auto_solver()], least)
 
-    def _supposed(self, planner: Planner) -> str:
-        """What a step may show of calls under a share of the step, in words; nothing if it is known."""
-        runs = planner.saved is None and not self.front.only_plans
-        return ONE_CALL if runs and self.terms.supposes_one_call else ""
+    def _supposed(self, planner: Planner, *, several: bool = False) -> str:
+        """What a step may show of such calls, in words; nothing if it is known. ``several`` outputs may be read."""
+        if planner.saved is not None or planner.options.solver != "auto":  # another solver's plan would run till then
+            return ""
+        if several:
+            return ALL_OUTPUTS
+        return ONE_CALL if self.terms.supposes_one_call and not self.front.only_plans else ""
 
     def set_budget(self, budget: Budget) -> None:
         """Plan the last kind of call for another budget, which only the solver works for; others when they come."""

@@ -16,11 +16,10 @@ from typing import Any
 from rkgb.warn import warn
 from rockmate.budget import show_at_least, show_at_most, show_bytes
 from rockmate.calls.look import FAILED, Look
-from rockmate.calls.whole_steps import Form, KnownStep, Turn, WholeStep, form_of, phases_of
+from rockmate.calls.whole_steps import Form, KnownStep, Turn, WholeStep, form_of, least_from_start, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.plan import line_of_call, some_of
 from rockmate.planning.ways import Ways, peak_of
-from rockmate.tell import LOG
 from solvers import InfeasibleError
 from solvers.calls import Phase, Way, least_of, level, share
 
@@ -176,7 +175,7 @@ class Steps:
             except InfeasibleError as error:
                 if taken or any(w.rough for w in ways):
                     return None
-                least = error.min_budget + step.beside
+                least = least_from_start(ways, phases, error.min_budget) + step.beside
                 eager = self._eager[step.form] + step.beside
                 problem = _infeasible(name, step, ways, budget, least, eager), least
                 if not self.terms.least and not self._may_be_another(step.form):
@@ -191,10 +190,7 @@ class Steps:
             peak = max(level(phase, step.chosen) for phase in phases) + step.beside
             if not taken and peak != step.peak:
                 step.peak, step.asked = peak, budget
-                LOG.info(
-                    "%s: %d calls of a step are planned together: predicted peak %s, budget %s, %.2f ms run again",
-                    *(name, len(ways), show_bytes(peak), show_bytes(budget), sum(w.time for w in step.chosen) / 1e6),
-                )
+                step.tell(name)
         return step.chosen[len(taken)]
 
     def _may_be_another(self, form: Form) -> bool:

@@ -16,6 +16,7 @@ from rockmate.calls.steps import Steps
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.memory import MARGIN, Rest, rest_of
 from rockmate.optimizers import OPTIMIZERS, local_bytes
+from rockmate.planning.least import least_share
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.planner import Planner
 
@@ -39,6 +40,7 @@ class Terms:
     steps: Steps = field(init=False)  # of the calls under this budget
     users: WeakSet[Any] = field(default_factory=WeakSet, init=False)  # handles of all models under this budget
     made: int = field(default=0, init=False)
+    planned: bool = field(default=False, init=False)  # something was, so that a share is none of what comes
     _room: int | None = field(default=None, init=False)  # "auto": bytes for a step that makes all gradients
     _changes: int = field(default=0, init=False)  # of optimizers, when that was found
 
@@ -68,6 +70,7 @@ class Terms:
         except BaseException:
             self.budget, self.settled = before
             raise
+        self.planned = True
 
     def of_now(self, before: int) -> int:
         """The budget in bytes for what was planned ``before`` for so many: no more, unless it is a share of a step of
@@ -109,6 +112,12 @@ class Terms:
         has shown it; so long it may run.
         """
         asked, peak = self.settled or (Budget(), 0)
+        if (
+            not until_seen
+            and planner.options.solver == "auto"
+            and (share := self.as_share(error.min_budget, planner.eager_peak))
+        ):
+            error = InfeasibleBudgetError(f"{error}{share}", error.min_budget)
         if asked.share is not None and planner.eager_peak > peak:
             error = InfeasibleBudgetError(
                 f"{error} The budget is {asked} of the first step that was planned, which takes {show_bytes(peak)}: "
@@ -121,6 +130,12 @@ class Terms:
             raise error.with_traceback(None) from None  # how the solver came to it tells users nothing
         with self.settling(planner):
             return least_instead(error, name)
+
+    def as_share(self, least: int, eager: int) -> str:
+        """What is said of the ``least`` budget of a step that takes ``eager`` bytes: the share that stands for it where
+        it is given from the start; nothing if that would be one of another step.
+        """
+        return "" if self.planned else f' As a share of eager\'s peak, that is "{least_share(least, eager)}".'
 
     def bytes_known(self, device: torch.device) -> int | None:
         """The budget in bytes, if that does not depend on the model."""

@@ -15,7 +15,8 @@ from rkgb.device.kind import Moment
 from rockmate.budget import show_bytes
 from rockmate.calls.look import Look, StepLook
 from rockmate.planning.ways import Waits, Ways
-from solvers.calls import Phase, Way
+from rockmate.tell import ANOTHER_OVERHEAD, LOG, costly
+from solvers.calls import Phase, Way, least_of, level
 
 _CLOCK = itertools.count(1)
 """The order of forwards and backwards."""
@@ -65,6 +66,9 @@ class Turn:
 MOST_LOOKS = 16
 """Steps of one kind that are measured."""
 
+MOST_TRIED = 3
+"""Budgets of a step that are tried before one is stated."""
+
 MOST_UNFINISHED = 2
 """Looks at steps of one kind that did not come to an end. Calls of such steps are looked at one by one."""
 
@@ -96,7 +100,7 @@ class KnownStep:
     the first ``fixed`` of which ran already; ``problem``: why they do not fit it, and the least that does. ``peak``:
     what they take, of the budget ``asked`` for. ``beside``: bytes that steps took above that, which ``looks`` at them
     have shown, of which some were ``unfinished``. ``measured``: the ways in which their calls ran, and the bytes that
-    these calls were known to leave held meanwhile, ``waits``.
+    these calls were known to leave held meanwhile, ``waits``. ``said``: the budget and the overhead that were told.
     """
 
     form: Form
@@ -112,6 +116,7 @@ class KnownStep:
     waits: tuple[Waits, ...] = ()
     looks: int = 0
     unfinished: int = 0
+    said: tuple[int, float] | None = None
 
     @property
     def is_to_be_measured(self) -> bool:
@@ -124,6 +129,18 @@ class KnownStep:
         """Where calls were observed since, what a step took beside the plans is in these now: it is measured again."""
         if self.measured and self.waits != _waits(ways):
             self.beside, self.measured = 0, []
+
+    def tell(self, name: str) -> None:
+        """Say how its calls were planned, unless little has changed since that was said."""
+        rough = any(w.rough for w in self.ways)  # how long such a call takes is not known
+        overhead = 0.0 if rough else sum(w.time for w in self.chosen) / max(1, sum(w.eager_time for w in self.ways))
+        if self.said is not None and self.said[0] == self.asked and abs(overhead - self.said[1]) <= ANOTHER_OVERHEAD:
+            return
+        self.said = self.asked, overhead
+        LOG.info(
+            f"{name}: {len(self.ways)} calls of a step are planned together: predicted peak {show_bytes(self.peak)}, "
+            f"budget {show_bytes(self.asked)}{'' if rough else f', {100 * overhead:.1f} % more time{costly(overhead)}'}"
+        )
 
 
 def _waits(ways: Sequence[Ways]) -> tuple[Waits, ...]:
@@ -215,3 +232,14 @@ def phases_of(form: Form, ways: Sequence[Ways]) -> list[Phase]:
             owner = id(ways[call].owner)
             made[owner] = max(made.get(owner, 0), ways[call].made)
     return phases
+
+
+def least_from_start(ways: Sequence[Ways], phases: Sequence[Phase], least: int) -> int:
+    """A budget of ``least`` bytes or more for which ways are found that fit, if it is given from the start."""
+    for _ in range(MOST_TRIED):
+        found = least_of([w.from_start(least) for w in ways], phases)
+        need = max(level(phase, found) for phase in phases)
+        if need <= least:
+            break
+        least = need
+    return least

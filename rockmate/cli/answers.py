@@ -21,6 +21,7 @@ from rockmate.cli.load import Given
 from rockmate.errors import InputError
 from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.checks import checked_call
+from rockmate.planning.least import least_share
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import facts_of_call, text_of_facts
 from rockmate.planning.prepare import make_planner
@@ -84,8 +85,8 @@ def check(given: Given, options: Options) -> Answer:
     facts = [*_subject(given), *facts_of_call(found.plan.call), ("supported", supported)]
     eager, room = show_bytes(found.plan.eager_peak), show_bytes(curve.max_budget)
     facts.append(("eager's peak", eager if eager == room else f"{eager}; with room for a larger loss {room}"))
-    share = f", {100 * curve.min_budget / curve.max_budget:.0f} % of eager's peak" if curve.max_budget else ""
-    facts.append(("smallest budget", f"{show_at_least(curve.min_budget)}{share}"))
+    share = least_share(curve.min_budget, curve.max_budget)
+    facts.append(("smallest budget", f'{show_at_least(curve.min_budget)}, "{share}" of eager\'s peak'))
     facts.append(("not counted", "parameters and the optimizer's state"))
     values = {
         **_values(given),
@@ -137,7 +138,8 @@ def plan(given: Given, budget: str, options: Options, save: Path | None, program
     text, values = str(made), {**_values(given), **_values_of_plan(made)}
     if save is not None:
         if not isinstance(made, Plan):
-            raise Misuse(f"the plan was not saved: the model is not captured as one graph ({found.reason})")
+            why = f"the model is not captured as one graph ({found.reason}), and each process finds its plan itself"
+            raise Misuse(f"the plan was not saved: {why}")
         made.save(save)
         more = ", compile=True" if options.arguments["compile"] else ""
         text += f"\n\nsaved in {save}: rockmate.Rockmate(model, sample, plan={str(save)!r}{more})"

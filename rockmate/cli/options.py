@@ -20,6 +20,7 @@ from rockmate.cli.answers import Answer, Options
 from rockmate.cli.errors import DEFECT, told
 from rockmate.cli.load import target_of
 from rockmate.planning import options
+from rockmate.progress import Progress
 
 TARGET = click.argument("target", metavar="FILE:FUNCTION")
 COSTS = click.option(
@@ -44,7 +45,8 @@ def answering(*options: Callable[..., Any]) -> Callable[[Callable[..., Answer]],
     def decorate(function: Callable[..., Answer]) -> Callable[..., int]:
         @functools.wraps(function)
         def command(trace: bool, as_json: bool, target: str, **given: Any) -> int:
-            return _run(lambda: function(target_of(target), **given), as_json, trace)
+            with Progress(instead=f"rockmate {function.__name__}: planning takes some time"):
+                return _run(lambda: function(target_of(target), **given), as_json, trace)
 
         for option in reversed((TARGET, *options, JSON, TRACE)):
             command = option(command)

@@ -278,15 +278,17 @@ class Followed:
         self.last, self._shared = known, None
         self._unsaid = None if known.problem is None else known
         if known.plan is not None and known.problem is None and not known.carried and not self.front.rehearses:
-            self._say_plan(known.plan)
+            self._say_plan(known.plan, max(moment.peak for moment in moments))
 
-    def _say_plan(self, plan: FollowedPlan) -> None:
+    def _say_plan(self, plan: FollowedPlan, took: int) -> None:
+        """Say that ``plan`` was made of a step that ``took`` so many bytes."""
         self._made += 1
         other_shapes, self._before = shapes_of(self._before) != shapes_of(plan.call), plan.call
         self._say(
             f"planned a followed step for {line_of_call(plan.call)} in {sum(plan.setup_seconds.values()):.1f} s: "
             f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
             f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
+            + (f"; the step that was observed took {show_bytes(took)}" if took > plan.budget else "")
             + (
                 f". This is plan {self._made}: {_FEWER}. {_PAD if other_shapes else _KEEP}"
                 if self._made >= MANY

@@ -93,7 +93,8 @@ class FollowedPlan:
         """Such plans cannot be saved: raises ``PlanError``."""
         raise PlanError(
             "the plan of a forward that is followed cannot be saved: it is of the operations that the model's Python "
-            "calls, and is found again in the first steps of each process"
+            "calls. Give each process the budget: it finds the plan in its first steps, or before them with sample=. A "
+            f"model that is one graph has plans that can be saved; this one is not ({self.why.rstrip('.')})"
         )
 
     def picture(self) -> Any:

@@ -14,7 +14,7 @@ from rockmate.errors import InfeasibleBudgetError
 from rockmate.follow.known import CallKinds, Known
 from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, find_least, moment_of
 from rockmate.follow.planned import FollowedProgram, program_of
-from rockmate.planning.least import least_and_share, saves_nothing
+from rockmate.planning.least import saves_nothing
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import line_of_call
 from rockmate.planning.ways import FoundWays, peak_of
@@ -69,6 +69,7 @@ class Solving:
             budget, known.call, problem, found.schedule, found.walk, known.places, self.why, setup, bound
         )
         known.program = program_of(known.found, found.schedule, known.seen)
+        terms.planned = True
 
     def _least(self, known: Known, budget: int, report: Report) -> Found:
         """The plan of least memory, where none is known for ``budget``, and what is said of that."""
@@ -104,8 +105,9 @@ class Solving:
             f"no plan fits a budget of {show_at_most(budget)} for {line_of_call(known.call)}: the forward of "
             f"{self.front.name} is followed operation by operation ({self.why.rstrip('.')}), and the smallest that can "
             "be planned is "
-            f"{least_and_share(least, known.eager_peak)}{holds}; without recomputation the step takes "
+            f"{show_at_least(least)}{holds}; without recomputation the step takes "
             f"{show_at_least(known.eager_peak)}. {sets}{nothing}Raise the budget or make the batch smaller."
+            f"{self.front.terms.as_share(max(least, held), known.eager_peak)}"
         )
 
 

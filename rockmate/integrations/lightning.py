@@ -6,6 +6,7 @@ from typing import Any
 
 from rockmate.errors import InputError
 from rockmate.integrations.meter import Meter, missing
+from rockmate.signed import called_right
 
 try:
     from lightning.pytorch import Callback
@@ -31,6 +32,7 @@ class RockmateCallback(Callback):  # type: ignore[misc,unused-ignore]
         InputError: ``plain_steps`` is no number of steps, or no call of the part came in the first step.
     """
 
+    @called_right
     def __init__(self, budget: int | float | str, *, part: str = "", plain_steps: int = 0, **options: Any) -> None:
         self.part = part
         self.meter = Meter(budget, plain_steps=plain_steps, **options)

@@ -19,6 +19,7 @@ from rockmate.calls.look import Look
 from rockmate.errors import InputError
 from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.plan import Plan
+from rockmate.signed import called_right, check_arguments
 
 
 class Meter:
@@ -38,8 +39,10 @@ class Meter:
         InputError: ``plain_steps`` is no number of steps.
     """
 
+    @called_right
     def __init__(self, budget: int | float | str, *, plain_steps: int = 0, **options: Any) -> None:
         parse_budget(budget)
+        check_arguments(attach, None, budget, **options)
         if not isinstance(plain_steps, int) or isinstance(plain_steps, bool) or plain_steps < 0:
             raise InputError(f"plain_steps={plain_steps!r} is no number of steps: give 0 or more")
         self.plain_steps = plain_steps

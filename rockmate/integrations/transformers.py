@@ -7,6 +7,7 @@ from typing import Any
 
 from rockmate.errors import InputError
 from rockmate.integrations.meter import Meter, missing
+from rockmate.signed import called_right
 
 try:
     from transformers.trainer_callback import CallbackHandler, TrainerCallback
@@ -30,6 +31,7 @@ class RockmateCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         InputError: ``plain_steps`` is no number of steps, or something else than the Trainer calls this.
     """
 
+    @called_right
     def __init__(self, budget: int | float | str, *, plain_steps: int = 0, **options: Any) -> None:
         self.meter = Meter(budget, plain_steps=plain_steps, **options)
 

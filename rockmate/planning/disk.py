@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,7 +143,7 @@ def disk_of(cache: Any) -> Disk | None:
         if wanted.lower() in _OFF:
             return None
         if wanted.lower() not in _ON:
-            return Disk(Path(wanted).expanduser().absolute())
+            return _disk_in(wanted, VARIABLE)
         from platformdirs import user_cache_path  # only where it is asked for: it takes as long as a small plan's load
 
         folder = user_cache_path("rockmate", appauthor=False)
@@ -152,7 +153,16 @@ def disk_of(cache: Any) -> Disk | None:
         raise InputError(
             f"cache={cache!r}: give the path of the folder where plans are kept, True for the usual one, or False"
         )
-    return Disk(Path(os.fsdecode(cache)).expanduser().absolute())
+    return _disk_in(cache, "cache")
+
+
+def _disk_in(folder: str | os.PathLike[str], what: str) -> Disk:
+    """The folder of this path; raises ``InputError`` for a word that is misspelt."""
+    path = Path(os.fsdecode(folder)).expanduser()
+    if path.name == folder and not path.exists() and (meant := get_close_matches(folder.lower(), _ON | _OFF, 1)):
+        word = meant[0] if what == VARIABLE else meant[0] in _ON
+        raise InputError(f'{what}={folder!r}: was {what}={word} meant? If not, give the new folder as "./{folder}"')
+    return Disk(path.absolute())
 
 
 @dataclass(frozen=True)

@@ -22,28 +22,28 @@ def too_small(
     ``kept``: bytes that are left free through the backward for a loss that no step has shown yet. ``stopped``: what
     ended the search early, so that a smaller budget may do.
 
-    Read as budgets, the figure and the share that stand for ``least`` can be planned.
+    Read as a budget, the figure that stands for ``least`` can be planned.
     """
     gradients = parameter_gradients(k, at)
     share = f", of which {show_bytes(gradients)} are gradients of parameters" if gradients else ""
     if stopped:
         return (
             f"no plan was found for a budget of {show_at_most(budget)}: the search was stopped {stopped}, and the "
-            f"smallest budget that it has a plan for is {least_and_share(least, eager)}; without recomputation the "
+            f"smallest budget that it has a plan for is {show_at_least(least)}; without recomputation the "
             f"step takes {show_at_least(eager)}. Give the search more time, or raise the budget.{_unseen(kept, least)}"
         )
     call = line_of_call(describe_inputs(k.s))
     return (
         f"no plan fits a budget of {show_at_most(budget)}{f' for {call}' if call else ''}: the smallest that can be "
-        f"planned is {least_and_share(least, eager)}{share}; without recomputation the step takes "
+        f"planned is {show_at_least(least)}{share}; without recomputation the step takes "
         f"{show_at_least(eager)}. What sets it is {place_of(k, at)}. {_limit(least, eager, gradients, at)}{_advice(at)}"
         f"{_unseen(kept, least)}"
     )
 
 
-def least_and_share(least: int, eager: int) -> str:
-    """The ``least`` budget as it can be given: in bytes, and as a share of ``eager``, those without recomputation."""
-    return f'{show_at_least(least)} ("{ceil(100 * least / eager)}%" of eager\'s peak)'
+def least_share(least: int, eager: int) -> str:
+    """The ``least`` budget as a share of ``eager``, the bytes without recomputation, with which there is a plan."""
+    return f"{ceil(100 * least / max(1, eager))}%"
 
 
 def saves_nothing(least: int, eager: int) -> bool:

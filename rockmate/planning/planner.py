@@ -143,9 +143,8 @@ class Planner(PlanFinder):
 
     def kept_plan(self, plan: Plan) -> Plan | None:
         """The runs of ``plan`` with the figures of this planner, if they fit the budget and there is little to gain."""
-        if [step.node for step in plan.schedule if isinstance(step, Bwd)] != self.problem.backward_order():
+        if (schedule := self._schedule_of(plan)) is None:
             return None
-        schedule = with_deletes(self.problem, plan.schedule)
         walked = walk(self.problem, schedule)
         spare = plan.budget - self.reserved - walked.peak
         if spare < 0 or (walked.recompute and spare > LITTLE * plan.budget):
@@ -153,6 +152,17 @@ class Planner(PlanFinder):
         found = ChainPlan(schedule, walked, plan.solver)
         bound, provable = (None, plan.budget - self.reserved) if walked.recompute else (self.problem.eager_time, None)
         return self._plan(plan.budget, Bounded(found, bound, plan.reason), provable)
+
+    def taken_by(self, plan: Plan) -> int:
+        """Bytes that a step under ``plan`` took whose outputs were used as is known here; 0 if its backward differs."""
+        schedule = self._schedule_of(plan)
+        return 0 if schedule is None else walk(self.problem, schedule).peak + self.room.kept + self.beside
+
+    def _schedule_of(self, plan: Plan) -> Schedule | None:
+        """The runs of ``plan``, if the backward comes to the nodes that it came to there."""
+        if [step.node for step in plan.schedule if isinstance(step, Bwd)] != self.problem.backward_order():
+            return None
+        return with_deletes(self.problem, plan.schedule)
 
 
 def phase_of(known: Known, before: int = 0) -> str:

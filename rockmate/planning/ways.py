@@ -75,6 +75,7 @@ class Ways:
     rough: ClassVar[bool] = True
     waits = Waits()
     left = 0  # bytes of results that the caller holds after the backward
+    eager_time = 0  # nanoseconds of a step that runs nothing again, where a plan is known
 
     @property
     def eager(self) -> Way:
@@ -85,6 +86,10 @@ class Ways:
         """Ways that take at most ``budget`` bytes; ``tight``: also those that take least, which may take long. Where
         none is known, the one that takes least.
         """
+        return [self.alone]
+
+    def from_start(self, budget: int) -> Sequence[Way]:
+        """Ways that are found where ``budget`` bytes are given from the start, those of least memory among them."""
         return [self.alone]
 
 
@@ -113,7 +118,7 @@ class FoundWays(Ways, ABC, Generic[R]):
     ) -> None:
         self.problem, self.beside, self.waits, self.searched = problem, beside, waits, searched
         self.left = sum(problem.data[d].size for d in problem.held)
-        self.alone = self.way_of(schedule)
+        self.alone, self.eager_time = self.way_of(schedule), problem.eager_time
         self.found: dict[Way, Schedule] = {}
         self._taken: set[Asked] = set()  # of what was searched
         self._placed: dict[Way, R] = {self.alone: runs}
@@ -141,6 +146,11 @@ class FoundWays(Ways, ABC, Generic[R]):
             self.found.update((self.way_of(schedule), schedule) for schedule in self.searched[asked])
         ways = [self.alone, *self.found]
         return [way for way in ways if peak_of(way) <= budget] or [min(ways, key=peak_of)]
+
+    def from_start(self, budget: int) -> Sequence[Way]:
+        if (budget, True) not in self.searched:
+            self.searched[budget, True] = list(dict.fromkeys(self.look_for(budget, True)))
+        return [self.way_of(schedule) for schedule in self.searched[budget, True]] or [self.alone]
 
     def look_for(self, budget: int, tight: bool) -> Iterable[Schedule]:
         """Schedules within ``budget`` bytes: for smaller peaks, if ``tight`` down to the least; for amounts to keep.

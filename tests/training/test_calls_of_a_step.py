@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -580,3 +581,15 @@ def test_steps_whose_calls_compute_by_turns_are_within_the_budget(validates: boo
         step()
     assert max(measure_peak(step), measure_peak(step)) <= budget
     assert all(s.peak <= budget for s in handle.terms.steps._known.values())
+
+
+@SEVERAL
+def test_plans_of_a_step_are_told_once_with_what_they_cost(caplog: pytest.LogCaptureFixture) -> None:
+    """Not once for every byte that later steps show."""
+    caplog.set_level(logging.INFO, "rockmate")
+    models, x = made((0, 0)), randn(ROWS, WIDTH, seed=1)
+    peak = run(adversarial, copy.deepcopy(models), x)
+    attach(models, int(0.6 * peak), costs="flops", cache=False)
+    trained(adversarial, models, x)
+    lines = [m for m in caplog.messages if "planned together" in m]
+    assert len(lines) == 1 and re.search(r"budget [\d.]+ MiB, [1-9][\d.]* % more time", lines[0]), lines

@@ -526,8 +526,8 @@ def saved_in(folder: str) -> None:
 
 
 ARGUMENTS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "no function": (lambda: measure_peak(3), MeasureError, "give a function that runs a step"),
-    "no step": (lambda: measure_step(3), MeasureError, "give a function that runs a step"),
+    "no function": (lambda: measure_peak(3), MeasureError, "give a function without arguments that runs a step"),
+    "no step": (lambda: measure_step(3), MeasureError, "give a function without arguments that runs a step"),
     "no device": (lambda: measure_peak(list, device="foo"), MeasureError, "device='foo' is no device"),
     "no folder": (lambda: saved_in("nowhere"), PlanError, "Give a file in a folder that is there"),
     "no path": (lambda: Rockmate(net(), X, "1 MiB", costs="flops").plan.save(5), PlanError, "5 is no path"),

@@ -69,3 +69,12 @@ def test_unknown_solvers_are_refused_at_once() -> None:
     c = case("mlp")
     with pytest.raises(InputError, match=r"solver='gurobi': choose one of auto, checkmate"):
         attach(c.model(), "1 GiB", solver="gurobi")
+
+
+def test_a_share_that_a_solver_has_no_plan_for_is_refused_at_once() -> None:
+    """Another solver's plan does not run in its place."""
+    model = mlp(20)
+    attach(model, "5%", solver="sqrt", costs="flops", cache=False)
+    with pytest.raises(InfeasibleBudgetError, match="solver='sqrt' has no plan") as error:
+        model(randn(256, 16, seed=0))
+    assert "As a share" not in str(error.value)

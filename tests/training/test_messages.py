@@ -1,0 +1,248 @@
+"""What is printed holds: budgets that errors name can be given, and lines of the log tell what took time or memory."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import randn
+from torch import nn
+
+import rockmate
+from rockmate import InfeasibleBudgetError, InputError, attach, frontier
+from rockmate.budget import show_bytes
+from rockmate.calls import front
+from rockmate.integrations import Meter
+
+Step = Callable[[nn.Module], None]
+X, Y = randn(128, 16, seed=1), randn(128, 16, seed=2)
+
+
+class Mlp(nn.Module):
+    """``branches`` on a value, so that it is followed; with ``hidden``, returns two results."""
+
+    def __init__(self, *, branches: bool = False, hidden: bool = False, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(16, 16), nn.GELU())))
+        self.branches, self.hidden = branches, hidden
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """One graph, unless it branches."""
+        if self.branches and x.sum().item() > 1e9:
+            x = x + 1
+        y = self.layers(x)
+        return (y, self.layers(y)) if self.hidden else y
+
+
+def small_loss(model: nn.Module) -> None:
+    model(X).mean().backward()
+
+
+def large_loss(model: nn.Module) -> None:
+    """Keeps much more than is left for it before it was seen."""
+    y = model(X)
+    torch.stack([(k * y).exp().tanh().mean() for k in range(1, 9)]).sum().backward()
+
+
+def passing_loss(model: nn.Module) -> None:
+    """Takes more than is left for it, and keeps nothing."""
+    y = model(X)
+    torch.cat([y.detach()] * 6)
+    y.mean().backward()
+
+
+def two_calls(model: nn.Module) -> None:
+    (model(X).mean() + model(Y).mean()).backward()
+
+
+def last_result(model: nn.Module) -> None:
+    model(X)[1].mean().backward()
+
+
+def trained(budget: Any, options: dict[str, Any], step: Step, **more: Any) -> rockmate.calls.attachment.Attachment:
+    """Attached under ``budget``, for three steps."""
+    torch.manual_seed(0)
+    model = Mlp(**options)
+    handle = attach(model, budget, costs="flops", cache=False, **more)
+    for _ in range(3):
+        step(model)
+        model.zero_grad()
+    return handle
+
+
+BRANCHES, HIDDEN = {"branches": True}, {"hidden": True}
+REFUSED: dict[str, tuple[Any, dict[str, Any], Step, dict[str, Any], bool]] = {
+    "at first sight": ("20 KiB", {}, small_loss, {}, True),
+    "at the sample": ("1%", {}, small_loss, {"sample": X}, True),
+    "small loss": ("1%", {}, small_loss, {}, False),
+    "large loss": ("60 KiB", {}, large_loss, {}, False),
+    "large loss of a sample": ("60 KiB", {}, large_loss, {"sample": X}, False),
+    "several calls": ("60 KiB", {}, two_calls, {}, False),
+    "followed": ("1%", BRANCHES, small_loss, {}, True),
+    "followed, large loss": ("20 KiB", BRANCHES, large_loss, {}, True),
+    "several results": ("1%", HIDDEN, last_result, {}, False),
+}
+"""Budget, options of the model, step, options of ``attach``, and whether a share is said."""
+
+
+@pytest.mark.filterwarnings("ignore:.*(plan of least memory runs|called 2 times):rockmate.BudgetWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_budgets_that_an_error_names_can_be_given_from_the_start(name: str) -> None:
+    budget, options, step, more, share_said = REFUSED[name]
+    with pytest.raises(InfeasibleBudgetError) as error:
+        trained(budget, options, step, **more)
+    said = str(error.value)
+    least = re.search(
+        r"smallest (?:that|budget that the calls) can be planned (?:is|for together is) ([\d.]+ \w+)", said
+    )
+    first, shares = re.search(r"a budget of ([\d.]+ \w+) has a plan", said), re.findall(r'is "(\d+%)"', said)
+    assert least is not None and len(shares) == share_said
+    for found in (first[1] if first else least[1], *shares):
+        trained(found, options, step, **more)
+
+
+@pytest.mark.filterwarnings("ignore:.*The plan of least memory runs instead:rockmate.BudgetWarning")
+def test_a_share_that_no_plan_fits_before_the_loss_was_seen_is_one_of_the_step_with_it() -> None:
+    """The first step runs with least memory, and the share is of what it took."""
+    model = Mlp(depth=6)
+    handle = attach(model, "100%", costs="flops", cache=False)
+    passing_loss(model)
+    curve, before = handle.frontier(), frontier(Mlp(depth=6), X, costs="flops")
+    least, supposed = curve.min_budget / curve.max_budget, before.min_budget / before.max_budget
+    assert 1.02 * least < supposed
+    share = (least + supposed) / 2
+    handle = trained(f"{100 * share:.2f}%", {"depth": 6}, passing_loss)
+    assert handle.budget == pytest.approx(share * curve.max_budget, rel=1e-3)
+
+
+def test_a_share_is_not_said_of_another_step_than_the_first() -> None:
+    model = Mlp()
+    attach(model, "60 KiB", costs="flops", cache=False, sample=X)
+    with pytest.raises(InfeasibleBudgetError) as error:
+        model(randn(4096, 16, seed=1))
+    assert "%" not in str(error.value)
+
+
+def test_the_last_share_of_a_frontier_can_be_given() -> None:
+    text = str(frontier(Mlp(), X, costs="flops"))
+    last = text.splitlines()[-1].split()
+    attach(Mlp(), f"{last[2]}%", costs="flops", cache=False, sample=X)
+    assert float(last[2]) % 1, "rounded to whole ones it would not do"
+
+
+MISTAKES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "a sample before the budget": (lambda m: attach(m, (X, X), "60%"), "attach: too many positional arguments"),  # type: ignore[call-overload]
+    "modules one by one": (lambda m: attach(m, m, "60%"), r"Call it as attach\(model, budget, \*, sample=None"),  # type: ignore[call-overload]
+    "no budget": (attach, "missing a required argument: 'budget'"),  # type: ignore[call-overload]
+    "a misspelt option": (lambda m: attach(m, "60%", smaple=X), "unexpected keyword argument 'smaple'"),  # type: ignore[call-overload]
+    "no sample": (lambda m: rockmate.Rockmate(m, budget="60%"), r"Call it as Rockmate\(model, sample, budget=None"),  # type: ignore[call-arg]
+    "two samples": (lambda m: rockmate.Rockmate(m, X, X, "60%"), "Rockmate: too many positional arguments"),  # type: ignore[call-arg]
+    "an option of attach": (lambda m: rockmate.Rockmate(m, X, "60%", optimizer=None), "argument 'optimizer'"),  # type: ignore[call-arg]
+    "nothing": (lambda m: rockmate.Rockmate(), "the module comes first"),
+    "a frontier with a budget": (lambda m: frontier(m, X, "60%"), r"Call it as frontier\(model, sample, \*,"),  # type: ignore[call-arg]
+    "no sizes": (lambda m: rockmate.estimate(m, X), "estimate: missing a required argument: 'sizes'"),  # type: ignore[call-arg]
+    "sizes one by one": (lambda m: rockmate.estimate(m, X, 8, 16, 32), r"estimate\(model, sample, sizes, budget=None"),  # type: ignore[call-arg]
+    "no function": (lambda m: rockmate.measure_peak(), "measure_peak: missing a required argument"),  # type: ignore[call-arg]
+    "no model": (lambda m: rockmate.detach(), r"Call it as detach\(model\)"),  # type: ignore[call-arg]
+    "a meter's options": (lambda m: Meter("8 GiB", smaple=X), "argument 'smaple'"),
+    "a meter of a model": (lambda m: Meter(m, "8 GiB"), r"Meter\(budget, \*, plain_steps=0"),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_calls_with_other_arguments_say_what_these_are(name: str) -> None:
+    call, message = MISTAKES[name]
+    with pytest.raises(InputError, match=message):
+        call(Mlp())
+
+
+@pytest.mark.parametrize("function", [Mlp(), lambda x: x], ids=["a module", "takes an argument"])
+def test_what_is_measured_takes_no_arguments(function: Any) -> None:
+    with pytest.raises(rockmate.MeasureError, match="give a function without arguments"):
+        rockmate.measure_peak(function)
+
+
+@pytest.mark.filterwarnings("ignore:.*The plan of least memory runs instead:rockmate.BudgetWarning")
+@pytest.mark.parametrize("first", [128, 32])
+def test_the_largest_size_is_not_asked_for_where_it_came_first(first: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "rockmate")
+    model = Mlp()
+    attach(model, "70%", costs="flops", cache=False, sample=X[:first], on_infeasible="least")
+    for rows in (first, 112, 120, 128):
+        model(X[:rows]).mean().backward()
+        model.zero_grad()
+    (line,) = (m for m in caplog.messages if "have come so far" in m)
+    assert ("give a call of the largest size" in line) == (first == 32)
+
+
+def test_a_step_that_took_more_than_the_budget_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The figure is that of the step, which kept everything as eager mode does, but for the loss's numbers."""
+    caplog.set_level(logging.INFO, "rockmate")
+    torch.manual_seed(0)
+    model = Mlp()
+    eager = copy.deepcopy(model)
+    large_loss(copy.deepcopy(eager))
+    peak = rockmate.measure_peak(lambda: large_loss(eager))
+    attach(model, "100%", costs="flops", cache=False)
+    for _ in range(3):
+        large_loss(model)
+        model.zero_grad()
+    (line,) = (m for m in caplog.messages if "that step took" in m)
+    assert f"that step took {show_bytes(peak - 64)} of " in line or f"that step took {show_bytes(peak)} of " in line
+
+
+def test_a_followed_step_that_took_more_than_the_budget_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rockmate")
+    trained("160 KiB", BRANCHES, large_loss)
+    (line,) = (m for m in caplog.messages if "planned a followed step" in m)
+    assert re.search(r"; the step that was observed took [\d.]+ KiB$", line)
+
+
+def test_a_capture_that_takes_long_has_a_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no plan is made of it, as the budget does not bind or the plan is there."""
+    monkeypatch.setattr(front, "LONG", 0.0)
+    caplog.set_level(logging.INFO, "rockmate")
+    model = Mlp()
+    handle = attach(model, "70%", costs="flops", cache=False)
+    small_loss(model)
+    caplog.clear()
+    torch._dynamo.reset()
+    model.zero_grad()
+    small_loss(model)
+    assert any("captured another kind of call in" in m for m in caplog.messages) and handle.plans_made == 1
+
+
+def test_a_frontier_says_of_which_calls_it_is_where_there_are_several() -> None:
+    model = Mlp()
+    handle = attach(model, "70%", costs="flops", cache=False)
+    for rows in (128, 128, 100):
+        if rows == 100:
+            assert "float32" not in str(handle.frontier()), "there is one kind"
+        model(X[:rows]).mean().backward()
+        model.zero_grad()
+    assert handle.plan is not None
+    curve = handle.frontier()
+    assert str(curve).splitlines()[0] == f"for x float32[{128 if '128' in handle.plan.call[0] else 100}, 16], train"
+    assert "float32" in curve._repr_html_()
+
+
+@pytest.mark.parametrize("word", ["of", "flase", "Of", "onn"])
+def test_a_misspelt_word_is_no_folder_of_the_cache(word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"was cache=(True|False) meant"):
+        attach(Mlp(), "60%", cache=word)
+    monkeypatch.setenv("ROCKMATE_CACHE", word)
+    with pytest.raises(InputError, match=r"was ROCKMATE_CACHE=(on|off|false) meant"):
+        attach(Mlp(), "60%")
+    attach(Mlp(), "60%", cache=f"./{word}")
+    attach(Mlp(), "60%", cache="plans")
+    (tmp_path / word).mkdir()
+    attach(Mlp(), "60%", cache=word)
+    assert [path.name for path in tmp_path.iterdir()] == [word]
