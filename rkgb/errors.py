@@ -40,3 +40,11 @@ class RenderWarning(UserWarning):
 
 class AllocatorError(GraphError):
     """A request to the simulated allocator is not possible, or a replay differs from the recording."""
+
+
+def runs_functions(operator: str, line: str) -> UnsupportedError:
+    """The error for one of torch's operators that run functions (``torch.cond``), called at ``line``."""
+    return UnsupportedError(
+        f"forward calls torch's operator {operator!r}{line}, which runs functions of its own, and no plan can be made "
+        "of these. Compute both sides and choose with torch.where, write the loop in Python, or move it out of forward."
+    )

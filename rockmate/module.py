@@ -77,7 +77,7 @@ class Rockmate(torch.nn.Module):
             when the optimizer's state is there.
         plan: Instead of a budget, a file that ``plan.save(path)`` wrote for this graph.
         sample_kwargs: Keyword arguments beside a tuple.
-        costs: "measured" times every operation, "flops" models them (the same plan on every run and such machine).
+        costs: "measured" times every operation, "flops" models them, so that every run has the same plan.
         loss_memory: Bytes, or text such as "200 MiB", that the loss allocates beside the outputs and their gradients.
             By default, room for three times the outputs' bytes is left in the first step, and for what the loss took
             from then on (``plan.room``). A scalar beside other outputs is taken for the loss until a step has shown

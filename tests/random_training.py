@@ -94,7 +94,9 @@ class Training:
         try:
             peak = measure_peak(self._run, "cpu")
         except MeasureError:
-            self.arguments = self.code.batch(len(self.states))
+            before, self.arguments = self.arguments, self.code.batch(len(self.states))
+            for t, was in zip(self.arguments, before, strict=True):
+                t.grad = was.grad
             self._run()
             peak = None
         self._end()

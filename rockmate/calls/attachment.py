@@ -164,6 +164,8 @@ class Attachment(Handle, OwnCall):
             self.inside.ran = False  # whether the capture is over, and what it made runs
             result = self._capture.run(model, call)
         except Exception as error:
+            if self._capture.never:
+                return self._run_unplanned(model, call, UnsupportedError(self._capture.never))
             refused = isinstance(error, GraphError) and not isinstance(error, MeasureError)
             if self.inside.ran and not refused:  # something of what was captured has run
                 raise

@@ -15,7 +15,7 @@ import torch
 from rkgb.errors import UnsupportedError
 from rkgb.sample import Call
 from rkgb.warn import warn
-from rockmate.calls.captured import kind_of_source, line_of, name_of, numpy_function
+from rockmate.calls.captured import check_operators, kind_of_source, line_of, name_of, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls
 from rockmate.calls.dynamo import RECURRENT, hide_own_warnings, new_entry, prepare
 from rockmate.calls.effects import check_checkpoints, check_effects
@@ -39,11 +39,14 @@ MANY_NUMBERS = 4
 
 
 class Capture:
-    """The captures of one model's calls, each as one graph. ``graphs``: these, in the order in which they came."""
+    """The captures of one model's calls, each as one graph. ``graphs``: these, in the order in which they came.
+    ``never``: why calls can be neither captured nor followed, once that was seen.
+    """
 
     def __init__(self, front: Front) -> None:
         self.front = front
         self.graphs: list[CapturedCalls] = []
+        self.never = ""
         self._entry = new_entry()
         self._compiled: Callable[..., Any] | None = None
         self._unsaid = ""  # a warning
@@ -105,6 +108,11 @@ class Capture:
         if not are_known(program):
             self._masks_known = False  # so it is captured once more
             raise UnsupportedError("whether a mask is left out depends on values")
+        try:
+            check_operators(program)
+        except UnsupportedError as error:
+            self.never = str(error)
+            raise
         check_capture(program)
         checkpoints = check_checkpoints(program)
         check_values(program)

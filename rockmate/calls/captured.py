@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 
+from rkgb.errors import runs_functions
 from rkgb.graphs import Source
 from rkgb.trace.lines import line_of_trace, told
 from rockmate.calls.functions import Function
@@ -240,6 +242,13 @@ _EXACT = frozenset(
     "where".split()
 )
 """What NumPy computes to the same bits as torch."""
+
+
+def check_operators(program: fx.GraphModule) -> None:
+    """Raise ``UnsupportedError`` for an operator that runs functions of its own, which no graph has."""
+    for node in program.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and name_of(node) not in _WRAPPED:
+            raise runs_functions(name_of(node), line_of(node))
 
 
 def numpy_function(program: fx.GraphModule) -> str | None:

@@ -17,13 +17,14 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
 
-from rkgb.errors import UnsupportedError
+from rkgb.errors import UnsupportedError, runs_functions
 from rkgb.settings import settings
 from rkgb.storages import counter_of, has_memory
 from rkgb.trace.lines import user_line
@@ -42,6 +43,8 @@ class Tape(TorchDispatchMode):
     are. ``gathered``: an argument in each of the others, which come and go. What is made from these can be made again
     while they are there.
     """
+
+    supports_higher_order_operators = True  # they come here, and are refused
 
     def __init__(self, device: torch.device, policy: Policy, lasting: frozenset[int] | None = None) -> None:
         super().__init__()
@@ -71,6 +74,8 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         """Run one operation, and note it."""
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise runs_functions(func.name(), f" at {user_line()}")
         if not self.open or not all(map(is_traceable_wrapper_subclass_type, types)):
             return func(*args, **kwargs)
         index = len(self.ops)
