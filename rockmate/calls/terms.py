@@ -50,9 +50,13 @@ class Terms:
             raise InputError(f"progress={self.progress!r}: give True, False, or None for terminals only")
         self.steps = Steps(self)
 
-    def __reduce__(self) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
         """Copies know of no step."""
-        return Terms, (self.budget, self.options, self.progress, self.least, self.always)
+        return {k: v for k, v in vars(self).items() if k not in ("steps", "users")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, users=WeakSet())
+        self.steps = Steps(self)
 
     @contextmanager
     def settling(self, planner: Planner) -> Iterator[int]:
