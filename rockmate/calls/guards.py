@@ -21,10 +21,10 @@ def guard_what_equals_and_differs() -> None:
     - whether two objects are the same;
     - the order of what dicts and sets hold, and which keys a dict has from which a constant is computed;
     - what makes equal values differ: 1, 1.0 and True in a tuple, 0.0 and -0.0;
-    - of which operation a tensor comes that forward gets, and whether it is a leaf, where forward asks for it;
+    - of which operation a tensor comes that forward gets, and whether it is a leaf or a view, where forward asks;
     - the dtype of autocast, where forward asks for it.
 
-    Forwards that ask whether such a tensor retains its gradient are not captured.
+    Forwards that ask whether such a tensor retains its gradient, or has hooks, are not captured.
     """
     translation: Any = torch._dynamo.symbolic_convert
     variables: Any = torch._dynamo.variables
@@ -122,9 +122,9 @@ def _with_all_keys(call: Callable[..., Any], variable: Any, translator: Any, nam
 
 def _with_its_history(read: Callable[..., Any], variable: Any, translator: Any, name: str) -> Any:
     if variable.source and is_captured():
-        if name == "retains_grad":
-            raise torch._dynamo.exc.Unsupported("forward asks whether a tensor retains its gradient")
-        if name in ("is_leaf", "grad_fn"):
+        if name in _NOT_KNOWN:
+            raise torch._dynamo.exc.Unsupported(f"forward asks for {name} of a tensor")
+        if name in _OF_HISTORY:
             _guard(variable.source, HISTORY)
     return read(variable, translator, name)
 
@@ -133,8 +133,14 @@ def HISTORY(builder: Any, guard: Any) -> None:
     _stays(builder, guard, _history)
 
 
-def _history(t: torch.Tensor) -> tuple[bool, str]:
-    return t.is_leaf, type(t.grad_fn).__name__
+_OF_HISTORY = ("is_leaf", "grad_fn", "_base")
+
+_NOT_KNOWN = ("retains_grad", "output_nr", "_backward_hooks")
+"""What tensors without memory, with which TorchDynamo computes, do not have of those that they stand for."""
+
+
+def _history(t: torch.Tensor) -> tuple[bool, str, bool]:
+    return t.is_leaf, type(t.grad_fn).__name__, t._base is None
 
 
 def _with_autocast(call: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -120,23 +120,40 @@ def test_arguments_in_another_order(what: str) -> None:
     check(Reads(read), call)
 
 
-ASKED: dict[str, Callable[[torch.Tensor], Any]] = {
-    "is_leaf": lambda t: t.is_leaf,
-    "grad_fn": lambda t: t.grad_fn is None,
-    "retains_grad": lambda t: not t.retains_grad,
+def leaf() -> torch.Tensor:
+    return torch.ones(16, requires_grad=True)
+
+
+def retaining() -> torch.Tensor:
+    t = leaf() * 1
+    t.retain_grad()
+    return t
+
+
+def hooked() -> torch.Tensor:
+    t = leaf()
+    t.register_hook(lambda g: g)
+    return t
+
+
+ASKED: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[], torch.Tensor]]] = {
+    "is_leaf": (lambda t: t.is_leaf, lambda: leaf() * 1),
+    "grad_fn": (lambda t: t.grad_fn is None, lambda: leaf() * 1),
+    "_base": (lambda t: t._base is None, lambda: leaf()[:]),
+    "retains_grad": (lambda t: not t.retains_grad, retaining),
+    "output_nr": (lambda t: t.output_nr == 0, lambda: torch.ones(2, 16, requires_grad=True).unbind()[1]),
+    "_backward_hooks": (lambda t: not t._backward_hooks, hooked),
 }
 
 
 @pytest.mark.parametrize("what", ASKED)
 def test_the_history_of_an_argument(what: str) -> None:
-    def call(m: Reads, k: int) -> torch.Tensor:
-        t = torch.ones(16, requires_grad=True)
-        if k % 2 and what == "retains_grad":
-            t = t * 1
-            t.retain_grad()
-        return m(randn(64, 16, seed=0), t * 1 if k % 2 and what != "retains_grad" else t)
+    asked, other = ASKED[what]
 
-    check(Reads(lambda m, h, given, named: 2.0 if ASKED[what](given) else given), call, steps=6)
+    def call(m: Reads, k: int) -> torch.Tensor:
+        return m(randn(64, 16, seed=0), other() if k % 2 else leaf())
+
+    check(Reads(lambda m, h, given, named: 2.0 if asked(given) else given), call, steps=6)
 
 
 @pytest.mark.parametrize("inside", [False, True])
