@@ -11,11 +11,12 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import HigherOrderOperator
 
 from rkgb.errors import UnsupportedError
 from rkgb.sample import Call
 from rkgb.warn import warn
-from rockmate.calls.captured import check_operators, kind_of_source, line_of, name_of, numpy_function
+from rockmate.calls.captured import WRAPPED, check_operators, kind_of_source, line_of, name_of, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls
 from rockmate.calls.dynamo import RECURRENT, hide_own_warnings, new_entry, prepare
 from rockmate.calls.effects import check_checkpoints, check_effects
@@ -182,6 +183,10 @@ def check_capture(program: fx.GraphModule) -> None:
         if node := next((n for n in called if function.fullmatch(name_of(n))), None):
             raise UnsupportedError(f"{what}{line_of(node)}")
     inputs = program.graph.find_nodes(op="placeholder")
+    if node := next(
+        (n for n in called if isinstance(n.target, HigherOrderOperator) and name_of(n) not in WRAPPED), None
+    ):
+        raise UnsupportedError(f"torch's operator {name_of(node)} is no operation{line_of(node)}")
     if spread := next((n for n in inputs if _is_spread(n)), None):
         raise UnsupportedError(f"{spread.name} is a tensor that is spread over processes (DTensor)")
     if recurrent := next(_recurrent_in_autocast(program), None):

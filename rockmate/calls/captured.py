@@ -23,7 +23,7 @@ _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _STEPS = re.compile(rf"[LG]\['\w+'\](?:{_STEP.pattern})+")
 _HERE = os.path.join(os.path.dirname(__file__), "dynamo.py")  # whose functions call the model
 _BUFFER = re.compile(r"\._buffers\['[^']*'\]$")
-_WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
+WRAPPED = ("autograd_function_apply", "tag_activation_checkpoint")
 
 
 class Captured(torch.nn.Module):
@@ -194,7 +194,7 @@ def without_wrappers(program: fx.GraphModule) -> None:
         node.target = _data_of
     for node in list(program.graph.nodes):
         name = str(getattr(node.target, "_name", ""))
-        if name not in _WRAPPED:
+        if name not in WRAPPED:
             continue
         bodies = [getattr(program, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
         if name == "tag_activation_checkpoint":
@@ -245,10 +245,13 @@ _EXACT = frozenset(
 
 
 def check_operators(program: fx.GraphModule) -> None:
-    """Raise ``UnsupportedError`` for an operator that runs functions of its own, which no graph has."""
+    """Raise ``UnsupportedError`` for an operator of the user's that runs functions, which no graph has."""
     for node in program.graph.nodes:
-        if isinstance(node.target, HigherOrderOperator) and name_of(node) not in _WRAPPED:
+        if isinstance(node.target, HigherOrderOperator) and _RUNS_FUNCTIONS.match(name_of(node)):
             raise runs_functions(name_of(node), line_of(node))
+
+
+_RUNS_FUNCTIONS = re.compile("cond|while_loop|scan|associative_scan|map|flex_attention")
 
 
 def numpy_function(program: fx.GraphModule) -> str | None:

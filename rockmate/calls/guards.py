@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rkgb.device import KINDS
 from rockmate.calls.unguarded import is_captured, wrap
 
 
@@ -158,7 +159,7 @@ def AUTOCAST_DTYPES(builder: Any, guard: Any) -> None:
 
 
 def _autocast_dtypes() -> list[str]:
-    return [str(torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return [str(torch.get_autocast_dtype(kind)) for kind in KINDS]
 
 
 # ------------------------------------------------------------------------------------------- identity

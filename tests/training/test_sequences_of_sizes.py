@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -223,11 +224,11 @@ def test_a_program_that_takes_data_is_traced_at_each_size(
 
 
 def test_at_the_third_size_a_sample_is_recommended(caplog: pytest.LogCaptureFixture) -> None:
-    """And a size that takes long has a line, with what its capture took."""
+    """As a larger one than the first has come."""
     caplog.set_level(logging.INFO, "rockmate")
     torch.manual_seed(0)
     model = _layers(24)
-    batches = [(randn(b, n, 24, seed=n),) for b, n in LENGTHS[:4]]
+    batches = [(randn(b, n, 24, seed=n),) for b, n in sorted(LENGTHS[:4], key=math.prod)]
     attach(model, tight_budget(copy.deepcopy(model), batches[0], fraction=0.4), costs="flops", on_infeasible="least")
     for k, batch in enumerate(batches):
         model(*batch).sum().backward()
