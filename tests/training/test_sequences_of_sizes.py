@@ -228,7 +228,7 @@ def test_at_the_third_size_a_sample_is_recommended(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO, "rockmate")
     torch.manual_seed(0)
     model = _layers(24)
-    batches = [(randn(b, n, 24, seed=n),) for b, n in sorted(LENGTHS[:4], key=math.prod)]
+    batches = [(randn(b, n, 24, seed=n),) for b, n in sorted(LENGTHS[1:4], key=math.prod)]
     attach(model, tight_budget(copy.deepcopy(model), batches[0], fraction=0.4), costs="flops", on_infeasible="least")
     for k, batch in enumerate(batches):
         model(*batch).sum().backward()
