@@ -132,7 +132,7 @@ def estimate(
         raise BudgetError(f"the budget {budget!r} is a share of each size's own peak: give bytes, such as '8 GiB'")
     call = Growing(given, checked_dims(dim))
     wanted = checked_sizes(sizes, call)
-    with Heeded(), Progress(progress, "Rockmate measures four sizes, and plans for others") as report:
+    with Heeded(), Progress(progress) as report:
         known = _Sizes(_measured(model, call, options, report), report)
         available = plain = largest = None
         if limit is not None:

@@ -31,7 +31,6 @@ from rockmate.planning.checks import checked_call, checked_module
 from rockmate.planning.options import options_of
 from rockmate.planning.plan import Plan
 from rockmate.planning.wrappers import NO_REPLICAS
-from rockmate.progress import Progress
 from rockmate.signed import called_right, signed
 from rockmate.tell import be_heard
 from solvers import Frontier
@@ -266,7 +265,9 @@ class Rockmate(torch.nn.Module):
     def extra_repr(self) -> str:
         """The budget, and what the model says of itself."""
         budget = self._front.terms.budget
-        return ", ".join(filter(None, (f"budget={budget}{' bytes' * isinstance(budget, int)}", super().extra_repr())))
+        own = super().extra_repr()
+        said = f"budget={budget} bytes" if isinstance(budget, int) else f"budget={budget}"
+        return f"{said}, {own}" if own else said
 
 
 _CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -345,6 +346,5 @@ def frontier(
     """
     call, options = checked_call(model, sample, sample_kwargs), options_of(costs, loss_memory, cache=None)
     probe = Attachment.probe(model, options, progress)
-    with Progress(progress, "Rockmate plans, and looks for the frontier"):
-        probe.plan_for(call)
-        return probe.frontier()
+    probe.plan_for(call)
+    return probe.frontier()
