@@ -61,4 +61,7 @@ def check_arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         named = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"]
         name = function.__qualname__.removesuffix(".__init__")
         how = signature.replace(parameters=named, return_annotation=signature.empty)
-        raise InputError(f"{name}: {error}. Call it as {name}{how}") from None
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        others = [] if takes_any else sorted(kwargs.keys() - signature.parameters.keys())
+        problem = f"there is no argument {', '.join(map(repr, others))}" if others else str(error)
+        raise InputError(f"{name}: {problem}. Call it as {name}{how}") from None

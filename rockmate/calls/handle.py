@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -64,6 +64,9 @@ def named(kinds: Iterable[tuple[float, tuple[str, ...], Plan | FollowedPlan | No
         if known[name] > 1:
             found[k] = replace(found[k], name=f"{name} ({known[name]})")
     return found
+
+
+_IN_PLACE = "attach works in place, and returns no model: keep the model, handle = rockmate.attach(model, budget)"
 
 
 class Handle(Front):
@@ -287,6 +290,11 @@ class Handle(Front):
         self._roomy.clear()
         self._followed = self.last = self._free = self._probe = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Raises ``AttributeError``, of the model's names with what was mistaken."""
+        more = f": {_IN_PLACE}" if hasattr(torch.nn.Module, name) else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{more}")
+
     # ------------------------------------------------------------- the device where it lies
 
     @property
@@ -294,7 +302,7 @@ class Handle(Front):
         """The model. Raises ``InputError`` when it is gone."""
         model = self._model()
         if model is None:
-            raise InputError("the model that this plan was for is gone")
+            raise InputError(f"the model that this plan was for is gone: {_IN_PLACE}")
         return model
 
     def memory(self) -> Memory:

@@ -101,7 +101,11 @@ class RoomyCalls(FreeCalls):
         extent = _extent(model, call, trained)
         there = made + sum(t.nbytes for t in (*parameters, *call.tensors) if t.layout == torch.strided)
         larger = next((kind for kind in self.larger(extent) if self.is_known(kind, made)), None)
-        peak = self._supposed(extent, AT_FIRST * there) if larger is None else self.spacious[larger].peak
+        peak = (
+            self._supposed(extent, AT_FIRST * there + self.front.terms.declared)
+            if larger is None
+            else self.spacious[larger].peak
+        )
         if peak > most or kind in self.binding or self._covers_binding(extent):
             if len(self._planned) >= MOST_KINDS:
                 self._planned.clear()

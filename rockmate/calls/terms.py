@@ -158,6 +158,11 @@ class Terms:
         asked = self.budget if isinstance(self.budget, Budget) else self.settled and self.settled[0]
         return bool(asked and asked.is_auto)
 
+    @property
+    def declared(self) -> int:
+        """Bytes that the loss allocates, as far as the user said so."""
+        return self.options.loss_memory or 0
+
     def bytes_of(self, asked: Budget, planned: Planned) -> int:
         """Bytes of a budget for the step of ``planned``."""
         return asked.bytes(planned, self._room_on)

@@ -73,7 +73,6 @@ class Followed:
         self.front, self.kinds = front, CallKinds()
         self.last: Known | None = None
         self.solving = Solving(front, why, self.kinds)
-        self._rehearsed = False  # what was learned last came of no training
         self._made, self._before = 0, tuple[str, ...]()  # plans that were told of, and the call of the last one
         self._said: set[str] = set()
         self._left = False  # the last call computed what no plan is known for
@@ -263,6 +262,7 @@ class Followed:
         known.waits = observed.waits(reruns.data)
         known.used = {use for use in (seen.use,) if use is not None} | (before.used if before else set())
         known.inherit(same)
+        rehearsed = next((k for k in kind.known if k.rehearsed), None)
         self._left = False
         wanted = not came or seen.use in kind.unsure
         kind.unsure -= known.used
@@ -271,9 +271,8 @@ class Followed:
         kind.known = [known, *others][:MOST_KNOWN]
         self.kinds.learn(kind, known)
         observed.forget()
-        if self._rehearsed and not self.front.rehearses and self.solving.asked is not None:
-            self.front.terms.budget = self.solving.asked
-        self._rehearsed = self.front.rehearses
+        if rehearsed is not None and not self.front.rehearses:
+            self.solving.settle_anew(rehearsed)
         self.solving.solve(known)
         self.last, self._shared = known, None
         self._unsaid = None if known.problem is None else known

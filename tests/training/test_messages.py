@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import re
 from collections.abc import Callable
@@ -139,7 +140,7 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "a sample before the budget": (lambda m: attach(m, (X, X), "60%"), "attach: too many positional arguments"),  # type: ignore[call-overload]
     "modules one by one": (lambda m: attach(m, m, "60%"), r"Call it as attach\(model, budget, \*, sample=None"),  # type: ignore[call-overload]
     "no budget": (attach, "missing a required argument: 'budget'"),  # type: ignore[call-overload]
-    "a misspelt option": (lambda m: attach(m, "60%", smaple=X), "unexpected keyword argument 'smaple'"),  # type: ignore[call-overload]
+    "a misspelt option": (lambda m: attach(m, "60%", smaple=X), "there is no argument 'smaple'"),  # type: ignore[call-overload]
     "no sample": (lambda m: rockmate.Rockmate(m, budget="60%"), r"Call it as Rockmate\(model, sample, budget=None"),  # type: ignore[call-arg]
     "two samples": (lambda m: rockmate.Rockmate(m, X, X, "60%"), "Rockmate: too many positional arguments"),  # type: ignore[call-arg]
     "an option of attach": (lambda m: rockmate.Rockmate(m, X, "60%", optimizer=None), "argument 'optimizer'"),  # type: ignore[call-arg]
@@ -246,3 +247,62 @@ def test_a_misspelt_word_is_no_folder_of_the_cache(word: str, monkeypatch: pytes
     (tmp_path / word).mkdir()
     attach(Mlp(), "60%", cache=word)
     assert [path.name for path in tmp_path.iterdir()] == [word]
+
+
+def test_who_binds_what_attach_returned_hears_that_it_is_no_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    handle = attach(model, "1 MiB")
+    with pytest.raises(AttributeError, match=r"no attribute 'parameters': attach works in place.*handle = rockmate"):
+        handle.parameters()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"no attribute 'plam'$"):
+        handle.plam  # type: ignore[attr-defined]  # noqa: B018
+    del model
+    gc.collect()
+    with pytest.raises(InputError, match="is gone: attach works in place"):
+        handle.model  # noqa: B018
+
+
+def test_a_misspelt_argument_is_named() -> None:
+    with pytest.raises(InputError, match=r"attach: there is no argument 'buget'\. Call it as attach\(model, budget"):
+        attach(nn.Linear(8, 8), buget="1 MiB")  # type: ignore[call-overload]
+
+
+def test_a_loss_that_is_declared_counts_in_the_first_step() -> None:
+    """A budget that is far more than what the model takes is none to spare beside such a loss."""
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), torch.randn(512, 16)
+    plans = []
+    for loss_memory in (None, "15.5 MiB"):
+        handle = attach(model, "16 MiB", costs="flops", loss_memory=loss_memory)
+        model(x).square().mean().backward()
+        plans.append(handle.plan is not None)
+        handle.detach()
+    assert plans == [False, True]
+
+
+class Counts(nn.Module):
+    """Reads a number from its input, so that it is followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(layer for _ in range(4) for layer in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x[: int((x[:, 0] > -100).sum())])
+        return y
+
+
+def test_a_share_of_a_followed_step_does_not_shrink_with_smaller_batches() -> None:
+    model = Counts()
+    handle = attach(model, "60%", sample=torch.randn(512, 16), costs="flops")
+    budgets = [handle.budget]
+    for rows in (16, 16, 48, 512, 16, 640):
+        model(torch.randn(rows, 16)).square().mean().backward()
+        budgets.append(handle.budget)
+        for p in model.parameters():
+            p.grad = None
+    assert handle.reason
+    assert all(isinstance(b, int) for b in budgets)
+    assert min(budgets) >= budgets[4] > 0.9 * budgets[0]
+    assert budgets[-1] == max(budgets) > budgets[4]
