@@ -135,7 +135,8 @@ class Capture:
             calls = found()
             assert calls is not None
             calls.front.inside.ran = True
-            with calls.front.telling_capture(), modes_again(calls.front.modes):
+            new = calls.front.inside.captured
+            with calls.front.telling_capture() if new else contextlib.nullcontext(), modes_again(calls.front.modes):
                 return calls.call(*arguments)
 
         return torch._dynamo.disable(call)  # type: ignore[no-any-return]

@@ -146,8 +146,8 @@ class Front:
 
     @contextmanager
     def telling_capture(self) -> Iterator[None]:
-        """Say what the capture of this thread's call took, if no plan comes of the call, which is told what it took."""
-        seconds = time.perf_counter() - self.inside.began if self.inside.captured else 0.0
+        """Within a call that was captured: say what that took, unless a plan comes of the call, which says so."""
+        seconds = time.perf_counter() - self.inside.began
         yield
         if self.capture_seconds():
             self._say(f"TorchDynamo captured another kind of call in {seconds:.1f} s, which needs no new plan", seconds)

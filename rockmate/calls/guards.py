@@ -62,10 +62,14 @@ def _stays(builder: Any, guard: Any, what: Callable[..., Any]) -> None:
 
 
 def _built(build: Callable[..., Any], builder: Any, value: Any) -> Any:
-    of_torch = builder.source.guard_source.is_unspecialized_builtin_nn_module()
-    if is_captured() and _has_another(value) and not of_torch:
+    if is_captured() and _has_another(value) and not _is_torchs(builder.source):
         _guard(builder.source, ALIKE)
     return build(builder, value)
+
+
+def _is_torchs(source: Any) -> bool:
+    """Whether it is of a module of torch's own, which takes such values alike."""
+    return bool(source.guard_source.is_unspecialized_builtin_nn_module())
 
 
 def _has_another(value: Any) -> bool:

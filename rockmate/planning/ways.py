@@ -140,7 +140,7 @@ class FoundWays(Ways, ABC, Generic[R]):
 
     def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
         if serving(self.searched, budget, tight) is None:
-            self.searched[budget, tight] = list(dict.fromkeys(self.look_for(budget, tight)))
+            self._search(budget, tight)
         for asked in [a for a in self.searched if a not in self._taken]:
             self._taken.add(asked)
             self.found.update((self.way_of(schedule), schedule) for schedule in self.searched[asked])
@@ -148,9 +148,13 @@ class FoundWays(Ways, ABC, Generic[R]):
         return [way for way in ways if peak_of(way) <= budget] or [min(ways, key=peak_of)]
 
     def from_start(self, budget: int) -> Sequence[Way]:
-        if (budget, True) not in self.searched:
-            self.searched[budget, True] = list(dict.fromkeys(self.look_for(budget, True)))
-        return [self.way_of(schedule) for schedule in self.searched[budget, True]] or [self.alone]
+        return [self.way_of(schedule) for schedule in self._search(budget, True)] or [self.alone]
+
+    def _search(self, budget: int, tight: bool) -> list[Schedule]:
+        """What is found where that is asked for; it is looked for once."""
+        if (budget, tight) not in self.searched:
+            self.searched[budget, tight] = list(dict.fromkeys(self.look_for(budget, tight)))
+        return self.searched[budget, tight]
 
     def look_for(self, budget: int, tight: bool) -> Iterable[Schedule]:
         """Schedules within ``budget`` bytes: for smaller peaks, if ``tight`` down to the least; for amounts to keep.
