@@ -22,6 +22,7 @@ def guard_what_equals_and_differs() -> None:
     - whether two objects are the same;
     - the order of what dicts and sets hold, and which keys a dict has from which a constant is computed;
     - what makes equal values differ: 1, 1.0 and True in a tuple, 0.0 and -0.0;
+    - whether a function or a module of Python has an attribute that forward asks for;
     - of which operation a tensor comes that forward gets, and whether it is a leaf or a view, where forward asks;
     - the dtype of autocast, where forward asks for it.
 
@@ -33,6 +34,8 @@ def guard_what_equals_and_differs() -> None:
     wrap(variables.dicts.ConstDictVariable, "install_dict_keys_match_guard", _in_order)
     wrap(variables.dicts.ConstDictVariable, "as_python_constant", _with_its_keys)
     wrap(variables.lists.ListVariable, "call_method", _with_all_keys)
+    for kind in (variables.PythonModuleVariable, variables.UserFunctionVariable, variables.SkipFunctionVariable):
+        wrap(kind, "call_obj_hasattr", _with_presence)
     wrap(variables.tensor.TensorVariable, "var_getattr", _with_its_history)
     wrap(variables.torch.TorchInGraphFunctionVariable, "call_function", _with_autocast)
     for name, same in (("is", True), ("is not", False)):
@@ -120,6 +123,12 @@ def _with_all_keys(call: Callable[..., Any], variable: Any, translator: Any, nam
         if install is not None:
             install()
     return call(variable, translator, name, args, kwargs)
+
+
+def _with_presence(ask: Callable[..., Any], variable: Any, translator: Any, name: str) -> Any:
+    if variable.source and is_captured():  # as TorchDynamo does for all other objects
+        _guard(variable.source, functools.partial(torch._dynamo.guards.GuardBuilder.HASATTR, attr=name))
+    return ask(variable, translator, name)
 
 
 # -------------------------------------------------------------------------------- tensors and autocast

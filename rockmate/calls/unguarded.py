@@ -66,8 +66,14 @@ class Noted:
             self._note_classes(c for c in kind.__mro__ if is_the_users_class(c))
         reads = getattr(type(value), "__getattr__", None)  # is called for what is not there, which nothing guards
         if isinstance(reads, FunctionType) and is_the_users(reads.__code__.co_filename):
-            with contextlib.suppress(TypeError):  # it has slots, and nothing can come beside them
-                self.names.append((weakref.ref(value), _attributes, _attributes(value)))
+            self.note_names(value)
+
+    def note_names(self, value: Any) -> None:
+        """A capture depends on which attributes ``value`` has of its own, or on their order."""
+        with contextlib.suppress(TypeError):  # it has slots, and nothing can come beside them
+            then = _attributes(value)
+            holder = weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
+            self.names.append((holder, _attributes, then))
 
     def _note_classes(self, classes: Iterable[type]) -> None:
         for c in classes:
@@ -117,7 +123,8 @@ def see_what_is_not_guarded() -> None:
 
     - Code of the user's that catches the error for a key or an attribute that is not there is not captured, since
       nothing guards that it is not there. In installed packages it is.
-    - Orders of ``OrderedDict``, and what classes of the user's have, are noted (``Noted``).
+    - Orders of ``OrderedDict``, what classes of the user's have, and the names in a ``__dict__`` that is read are noted
+      (``Noted``).
     - Code of the user's, or of a model of transformers, that asks whether it is compiled is told that it is not, as in
       eager mode.
     - Profilers that the code opens are not left out: it is not captured.
@@ -129,6 +136,8 @@ def see_what_is_not_guarded() -> None:
     variables: Any = torch._dynamo.variables
     wrap(translation.InstructionTranslatorBase, "exception_handler", _without_absences)
     wrap(variables.builder.VariableBuilder, "__call__", _noting)
+    for kind in (variables.UserDefinedObjectVariable, variables.UserFunctionVariable):
+        wrap(kind, "var_getattr", _with_its_names)
     wrap(variables.torch.TorchInGraphFunctionVariable, "call_function", _as_eager)
     wrap(variables.ctx_manager.ProfilerContextVariable, "__init__", _not_left_out)
     wrap(torch._dynamo.output_graph.OutputGraph, "_check_requires_grad_intermediate_outputs", _with_its_line)
@@ -175,6 +184,12 @@ def _noting(build: Callable[..., Any], builder: Any, value: Any) -> Any:
         tracked = builder.tx.output.tracked_fakes
         CAPTURING.tracked[id(tracked)] = tracked
     return build(builder, value)
+
+
+def _with_its_names(read: Callable[..., Any], variable: Any, translator: Any, name: str) -> Any:
+    if name == "__dict__" and is_captured():
+        CAPTURING.noted.note_names(getattr(variable, "value", getattr(variable, "fn", None)))
+    return read(variable, translator, name)
 
 
 def _as_eager(call: Callable[..., Any], function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:

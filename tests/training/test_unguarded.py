@@ -7,6 +7,7 @@ import collections
 import contextvars
 import copy
 import logging
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -249,6 +250,7 @@ class Objects(Reads):
         self.list, self.other_list, self.objects = [1.0], [1.0], [Derived()]
         self.proxy, self.part = Proxy(Base()), DerivedPart()
         self.last, self.same_size = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.function, self.module, self.space = (lambda: None), types.ModuleType("settings"), types.SimpleNamespace()
 
 
 OBJECTS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]]] = {
@@ -273,6 +275,17 @@ OBJECTS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any
     "attribute that a module's __getattr__ found": (
         lambda m, h: m.part.wanted,
         lambda m: setattr(m.part, "wanted", 2.0),
+    ),
+    "in __dict__": (lambda m, h: 2 if "late" in m.one.__dict__ else 1, lambda m: setattr(m.one, "late", 1)),
+    "__dict__ of a module": (lambda m, h: m.__dict__.setdefault("late", 1.0), lambda m: setattr(m, "late", 2.0)),
+    "vars() of a namespace": (lambda m, h: 1 + len(vars(m.space)), lambda m: setattr(m.space, "late", 1)),
+    "attribute of a function": (
+        lambda m, h: getattr(m.function, "late", 1.0),
+        lambda m: setattr(m.function, "late", 2.0),
+    ),
+    "attribute of Python's module": (
+        lambda m, h: 2 if hasattr(m.module, "late") else 1,
+        lambda m: setattr(m.module, "late", 2.0),
     ),
 }
 
