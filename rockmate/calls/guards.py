@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rkgb.device import KINDS
-from rockmate.calls.unguarded import is_captured, wrap
+from rockmate.calls.unguarded import is_captured, is_the_users_class, wrap
 
 
 def guard_what_equals_and_differs() -> None:
@@ -23,6 +23,7 @@ def guard_what_equals_and_differs() -> None:
     - the order of what dicts and sets hold, and which keys a dict has from which a constant is computed;
     - what makes equal values differ: 1, 1.0 and True in a tuple, 0.0 and -0.0;
     - whether a function or a module of Python has an attribute that forward asks for;
+    - functions, classes and objects that forward looks up as keys;
     - of which operation a tensor comes that forward gets, and whether it is a leaf or a view, where forward asks;
     - the dtype of autocast, where forward asks for it.
 
@@ -34,6 +35,8 @@ def guard_what_equals_and_differs() -> None:
     wrap(variables.dicts.ConstDictVariable, "install_dict_keys_match_guard", _in_order)
     wrap(variables.dicts.ConstDictVariable, "as_python_constant", _with_its_keys)
     wrap(variables.lists.ListVariable, "call_method", _with_all_keys)
+    wrap(variables.dicts.ConstDictVariable, "install_dict_contains_guard", _with_all_its_keys)
+    wrap(getattr(getattr(variables, "hashable", None), "HashableTracker", None), "__init__", _looked_up)
     for kind in (variables.PythonModuleVariable, variables.UserFunctionVariable, variables.SkipFunctionVariable):
         wrap(kind, "call_obj_hasattr", _with_presence)
     wrap(variables.tensor.TensorVariable, "var_getattr", _with_its_history)
@@ -129,6 +132,33 @@ def _with_presence(ask: Callable[..., Any], variable: Any, translator: Any, name
     if variable.source and is_captured():  # as TorchDynamo does for all other objects
         _guard(variable.source, functools.partial(torch._dynamo.guards.GuardBuilder.HASATTR, attr=name))
     return ask(variable, translator, name)
+
+
+def _looked_up(hash_: Callable[..., None], tracker: Any, variable: Any) -> None:
+    """``tracker``: a key of a dict, or what is looked up among the keys."""
+    if is_captured() and not isinstance(variable.source, torch._dynamo.source.ConstDictKeySource):
+        variable = _realized(variable)  # TorchDynamo guards what was looked up in vain only if it is realized
+    hash_(tracker, variable)
+    if is_captured() and getattr(variable, "is_realized", lambda: True)():
+        _guard_key(_realized(variable))
+
+
+def _guard_key(variable: Any) -> None:
+    """Of a key that is an object of a class, TorchDynamo guards the class, and supposes that it equals itself alone."""
+    variables: Any = torch._dynamo.variables
+    if not variable.source or not isinstance(variable, variables.UserDefinedObjectVariable):
+        return
+    hashes = next(c for c in type(variable.value).__mro__ if "__hash__" in vars(c))
+    if hashes is object:
+        _guard(variable.source, torch._dynamo.guards.GuardBuilder.ID_MATCH)
+    elif is_the_users_class(hashes) and not isinstance(variable, variables.FrozenDataClassVariable):
+        raise torch._dynamo.exc.Unsupported(f"a {hashes.__name__}, which has a __hash__ of its own, is looked up")
+
+
+def _with_all_its_keys(install: Callable[..., None], variable: Any, translator: Any, args: Any) -> None:
+    install(variable, translator, args)
+    if is_captured() and args[0].source is None and not args[0].is_python_constant():
+        variable.install_dict_keys_match_guard()
 
 
 # -------------------------------------------------------------------------------- tensors and autocast

@@ -9,6 +9,7 @@ import copy
 import logging
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -232,6 +233,19 @@ class Proxy:
         return getattr(self.inner, name)
 
 
+class Like:
+    """Equals others of its size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Like) and other.size == self.size
+
+    def __hash__(self) -> int:
+        return hash(self.size)
+
+
 class Part(nn.Module):
     scale = 1.0
 
@@ -251,6 +265,8 @@ class Objects(Reads):
         self.proxy, self.part = Proxy(Base()), DerivedPart()
         self.last, self.same_size = nn.Linear(16, 16), nn.Linear(16, 16)
         self.function, self.module, self.space = (lambda: None), types.ModuleType("settings"), types.SimpleNamespace()
+        self.key, self.like, self.gains = nn.functional.gelu, Like(2), {nn.functional.relu: 2.0, Like(2): 3.0}
+        self.by_layer, self.by_pair, self.weak = {self.last: 2.0}, {}, weakref.WeakKeyDictionary()
 
 
 OBJECTS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]]] = {
@@ -287,6 +303,17 @@ OBJECTS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any
         lambda m, h: 2 if hasattr(m.module, "late") else 1,
         lambda m: setattr(m.module, "late", 2.0),
     ),
+    "function as a key": (lambda m, h: m.gains.get(m.key, 1.0), lambda m: setattr(m, "key", nn.functional.relu)),
+    "layer as a key": (
+        lambda m, h: m.by_layer.get(m.same_size, 1.0),
+        lambda m: setattr(m, "same_size", m.last),
+    ),
+    "key that equals another": (lambda m, h: m.gains.get(m.like, 1.0), lambda m: setattr(m, "like", Like(3))),
+    "key that forward makes": (
+        lambda m, h: m.by_pair.get((m.one, 0), 1.0),
+        lambda m: m.by_pair.update({(m.one, 0): 2.0}),
+    ),
+    "weak key": (lambda m, h: 2 if m.last in m.weak else 1, lambda m: m.weak.update({m.last: 1})),
 }
 
 
