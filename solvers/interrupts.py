@@ -1,4 +1,4 @@
-"""Ctrl-C that cannot be lost.
+"""Ctrl-C that cannot be lost, nor what handlers of other signals raise, such as a time limit.
 
 The handler of a signal may raise within a finalizer, or within a callback of a weak reference or of the garbage
 collector. Python drops that exception. Native code may clear it, or turn it into another error. ``Heeded`` remembers
@@ -16,13 +16,14 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 _inside: list[Heeded] = []
 
 
 def check() -> None:
-    """Raise again what a handler of SIGINT raised within a ``Heeded`` that is still open, if it was lost."""
+    """Raise again what a handler of a signal raised within a ``Heeded`` that is still open, if it was lost."""
     if not _inside or threading.current_thread() is not threading.main_thread():
         return
     for heeded in _inside:
@@ -31,22 +32,22 @@ def check() -> None:
 
 
 class Heeded:
-    """A context that raises at its end what the handler of SIGINT raised inside, if it was lost.
+    """A context that raises at its end what the handler of a signal raised inside, if it was lost.
 
-    A second Ctrl-C is raised at once. Handlers that raise nothing work as they do elsewhere, as do SIG_IGN, SIG_DFL and
-    handlers that are not written in Python. Signals reach the main thread only; in other threads this does nothing.
+    A second one, as of another Ctrl-C, is raised at once. Handlers that raise nothing work as they do elsewhere, as do
+    SIG_IGN, SIG_DFL and handlers that are not written in Python. Signals reach the main thread only; in other threads
+    this does nothing.
     """
 
     def __init__(self) -> None:
         self.raised: BaseException | None = None
         self._handler = self._handle  # one object, so that ``is`` recognises it
-        self._before: object = None
+        self._before: dict[int, Callable[[int, FrameType | None], object]] = {}
         self._frame: FrameType | None = None  # that entered this context
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        assert callable(self._before)
         try:
-            self._before(number, frame)
+            self._before[number](number, frame)
         except BaseException as error:
             waits = self._waits(frame)
             if waits or self in _inside:  # else code inside kept the handler beyond this context
@@ -68,10 +69,13 @@ class Heeded:
         return False
 
     def __enter__(self) -> Heeded:
-        before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(before):
-            self._before, self._frame = before, sys._getframe(1)
-            signal.signal(signal.SIGINT, self._handler)
+        if threading.current_thread() is threading.main_thread():
+            self._frame = sys._getframe(1)
+            for number in _SIGNALS:
+                before = signal.getsignal(number)
+                if callable(before):
+                    self._before[number] = before
+                    signal.signal(number, self._handler)
             _inside.append(self)
         return self
 
@@ -81,8 +85,9 @@ class Heeded:
         if self not in _inside:
             return
         _inside.remove(self)
-        if signal.getsignal(signal.SIGINT) is self._handler:  # else code inside replaced it
-            signal.signal(signal.SIGINT, self._before)  # type: ignore[arg-type]
+        for number, before in self._before.items():
+            if signal.getsignal(number) is self._handler:  # else code inside replaced it
+                signal.signal(number, before)
         raised, self.raised, self._frame = self.raised, None, None
         if raised is not None and (error is None or isinstance(error, Exception)) and error is not raised:
             try:
@@ -90,6 +95,10 @@ class Heeded:
             finally:  # a cycle with its traceback would keep the tensors of all its frames
                 del raised, error, trace
 
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGCHLD", "SIGUSR1", "SIGUSR2")
+_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+"""Whose handlers raise: Ctrl-C, the end of a job or what announces it, a time limit, a DataLoader whose worker died."""
 
 _CONTEXTS = ("__enter__", "__exit__")
 

@@ -48,7 +48,7 @@ from rockmate.planning.checks import gets_sizes
 from rockmate.planning.prepare import NOTHING_COMPUTED, cannot_be_called
 from rockmate.planning.wrappers import OwnCall, compiled_parts
 from rockmate.tell import described
-from solvers.interrupts import Heeded
+from solvers.interrupts import Heeded, check
 
 _SWITCHED_OFF = (
     "TorchDynamo, which is to capture it, is switched off (TORCHDYNAMO_DISABLE, torch._dynamo.config.disable), or told "
@@ -164,6 +164,7 @@ class Attachment(Handle, OwnCall):
             self.inside.ran = False  # whether the capture is over, and what it made runs
             result = self._capture.run(model, call)
         except Exception as error:
+            check()  # what the handler of a signal raised is no reason to follow the model
             if self._capture.never:
                 return self._run_unplanned(model, call, UnsupportedError(self._capture.never))
             refused = isinstance(error, GraphError) and not isinstance(error, MeasureError)

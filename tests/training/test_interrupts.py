@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rkgb.cost.memory
 import rkgb.pipeline
 import rockmate
-from rockmate import Attachment, Rockmate
+from rockmate import Attachment, Rockmate, attach
 from rockmate.calls.capture import Capture
 from rockmate.rotor import Checkpointable
 from solvers import ChainPlanner
@@ -188,6 +188,28 @@ def test_an_interrupt_while_torchdynamo_captures(monkeypatch: pytest.MonkeyPatch
         Rockmate(model, args, "90%", costs="flops")
     assert went_on == [1]
     assert_trains_as_eager(c.model(), planned(c)[1], lambda _, call: step(call, *c.call(2)))
+
+
+def test_a_time_limit_while_torchdynamo_captures_is_no_reason_to_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchDynamo takes what the handler raises for an error of its own."""
+    c = case("dropout_mlp")
+    model, args = c.model(), c.call(0)[0]
+    handle = attach(model, tight_budget(model, args), costs="flops")
+
+    def handler(*_: Any) -> None:
+        raise TimeoutError("enough")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        after(monkeypatch, FakeTensorMode, "dispatch", lambda: signal.raise_signal(signal.SIGALRM))
+        with pytest.raises(TimeoutError, match="enough"):
+            model(*args)
+        assert signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    step(model, *c.call(2))
+    assert handle.plan is not None
+    assert not handle.reason
 
 
 def test_a_handler_that_raises_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
