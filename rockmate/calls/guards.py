@@ -146,6 +146,8 @@ def _looked_up(hash_: Callable[..., None], tracker: Any, variable: Any) -> None:
 def _guard_key(variable: Any) -> None:
     """Of a key that is an object of a class, TorchDynamo guards the class, and supposes that it equals itself alone."""
     variables: Any = torch._dynamo.variables
+    if isinstance(variable, variables.UserMethodVariable):
+        raise torch._dynamo.exc.Unsupported("a method of an object is looked up")
     if not variable.source or not isinstance(variable, variables.UserDefinedObjectVariable):
         return
     hashes = next(c for c in type(variable.value).__mro__ if "__hash__" in vars(c))

@@ -267,6 +267,7 @@ class Objects(Reads):
         self.function, self.module, self.space = (lambda: None), types.ModuleType("settings"), types.SimpleNamespace()
         self.key, self.like, self.gains = nn.functional.gelu, Like(2), {nn.functional.relu: 2.0, Like(2): 3.0}
         self.by_layer, self.by_pair, self.weak = {self.last: 2.0}, {}, weakref.WeakKeyDictionary()
+        self.by_method = {self.same_size.forward: 2.0}
 
 
 OBJECTS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]]] = {
@@ -307,6 +308,10 @@ OBJECTS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any
     "layer as a key": (
         lambda m, h: m.by_layer.get(m.same_size, 1.0),
         lambda m: setattr(m, "same_size", m.last),
+    ),
+    "method as a key": (
+        lambda m, h: m.by_method.get(m.last.forward, 1.0),
+        lambda m: setattr(m, "last", m.same_size),
     ),
     "key that equals another": (lambda m, h: m.gains.get(m.like, 1.0), lambda m: setattr(m, "like", Like(3))),
     "key that forward makes": (
