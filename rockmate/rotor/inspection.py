@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ from rkgb.program import same
 from rkgb.randomness import RandomSource, refuse_unseen_draws, set_random_state, state_bytes
 from rkgb.storages import storage_key, versions_of
 from rkgb.trace.other_draws import other_draws
-from rkgb.trace.preserved import each_saved, preserved
+from rkgb.trace.preserved import each_saved, preserved, without_gradients
 from rkgb.trees import tensors_of
 from rockmate.errors import InputError
 from rockmate.rotor.parts import HIDING, Function, Moment, detached
@@ -59,7 +60,7 @@ def measure_chain(
     returns tensors whose memory cannot be measured, or cannot run again (TorchScript, a transform of torch.func in it).
     """
     times: dict[Hashable, list[tuple[int, ...]]] = {}
-    measured: list[tuple[Figures, list[tuple[int, ...]]]] = []
+    measured: list[tuple[Figures, list[tuple[int, ...]], dict[int, int]]] = []
     storages: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensors_of(sample))}
     values = [tuple(storages.values())]
     x = sample
@@ -83,8 +84,8 @@ def measure_chain(
                     f"layer {i} ({name}) runs, but not as rotor has to run it, again and with other tensors for "
                     f"parameters and what autograd saves: {error}. Leave it out of the Checkpointable"
                 ) from error
+            measured.append((figures, known, probe.made))
             del probe
-            measured.append((figures, known))
             # Those of parameters and buffers have no bytes, those of the input are known.
             before = {storage_key(t): (-1, 0) for t in Moment(function).owned.values()} | storages
             tensors = enumerate(tensors_of(x), len(functions) + 1000 * i)
@@ -95,11 +96,17 @@ def measure_chain(
     of_output = sum(map(storage_bytes, outputs))
     copies = sum(4 * t.numel() for t in outputs if t.itemsize < 4)
     floats = copies + sum(t.nbytes for t in outputs if t.itemsize >= 4)
-    stages = []  # with the medians of equal ones, so that none seems faster than another by chance
-    for name, (figures, known) in zip(names, measured, strict=True):
-        forward, tail, backward = (int(median(each)) for each in zip(*known, strict=True))
-        stages.append(Measured(name, forward, tail, backward, *figures))
-    return Chain(tuple(stages), tuple(values), of_output, _LOSS_OUTPUTS * floats + copies + max(0, floats - of_output))
+    stages, there = list[Measured](), set[int]()  # the latter: of which parameters a later stage makes gradients
+    for name, (figures, known, made) in zip(reversed(names), reversed(measured), strict=True):
+        # With the medians of equal ones, so that none seems faster than another by chance.
+        stage = Measured(name, *(int(median(each)) for each in zip(*known, strict=True)), *figures)
+        added = sum(size for key, size in made.items() if key in there)  # autograd adds them up in other memory
+        left = stage.parameter_gradients - added
+        stages.append(replace(stage, backward_peak=stage.backward_peak + added, parameter_gradients=left))
+        there |= made.keys()
+    return Chain(
+        tuple(reversed(stages)), tuple(values), of_output, _LOSS_OUTPUTS * floats + copies + max(0, floats - of_output)
+    )
 
 
 class Probe:
@@ -108,18 +115,19 @@ class Probe:
 
     As a piece it has other parameters, in the same memory, with a ``.grad`` of their own, so that the model's stay as
     they are. They are parameters, too, as a compiled layer is compiled again for other kinds of tensors. ``others``:
-    leaves with gradients that are not its own, as the weight of another layer, which it reads all the same.
+    leaves with gradients that are not its own, as the weight of another layer, which it reads all the same. ``made``:
+    the bytes of the gradients that its backward makes for parameters and these, by ``id``.
     """
 
     layouts: Layouts | None = None
     others: Sequence[torch.Tensor] = ()
-    saves, touched = False, 0
 
     def __init__(self, function: Function, x: Any, layer: str, clock: Clock | None, preserve_rng_state: bool) -> None:
         self.function, self.clock, self.preserve_rng_state = function, clock, preserve_rng_state
         self.given, self.device = detached(x), next((t.device for t in tensors_of(x)), torch.device("cpu"))
         self._first_use(layer)
         self.moment = Moment(function)
+        self.saves, self.touched, self.made = False, 0, dict[int, int]()
         self.module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
         self.states = self.moment.generator_states(x)
         self.anchor = torch.zeros((), requires_grad=True)
@@ -221,13 +229,8 @@ class Probe:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Afterwards buffers, attributes and generators are as before, so that all runs are alike; and gradients."""
-        gradients = [t.grad for t in self.others]
-        try:
-            with self.moment.again({}), preserved(self.module, []):
-                yield
-        finally:
-            for t, gradient in zip(self.others, gradients, strict=False):
-                t.grad = gradient
+        with self.moment.again({}), preserved(self.module, []), without_gradients(self.others):
+            yield
 
     def _check_second_run(self, name: str) -> None:
         """Raise ``InputError`` if a second run gives another output. Learns what buffers and attributes runs change."""
@@ -286,22 +289,22 @@ class Probe:
         for self.layouts in (None, own) if any(own) else (None,) if own else ():  # the gradient may come in either
             with self._untouched():
                 memory = backward_memory(self)
-                made = (t.grad for t in (*self.leaves.values(), *self.others))
-                gradients = sum(storage_bytes(g) for g in made if g is not None)
+                of = (*self.moment.parameters.values(), *self.others)
+                leaves = zip(of, (*self.leaves.values(), *self.others), strict=True)
+                self.made = {id(p): storage_bytes(t.grad) for p, t in leaves if t.grad is not None}
                 self.drop_gradients()
             passed = bytes_by_storage(g for g in memory.inputs if g is not None)
-            found.append((memory.peak - memory.incoming, sum(passed.values()), gradients))
+            found.append((memory.peak - memory.incoming, sum(passed.values()), sum(self.made.values())))
         return tuple(map(max, zip(*found, strict=True)))
 
     # ------------------------------------------------------------------------------------------- times
 
     def form(self) -> Hashable:
         """What is equal, beside the figures, for stages that take equally long."""
-        moment = self.moment
-        classes = tuple(type(m) for _, m in moment.modules) or (id(self.function),)
-        tensors = (*moment.owned.values(), *tensors_of(self.x))
+        classes = tuple(type(m) for _, m in self.moment.modules) or (id(self.function),)
+        tensors = (*self.moment.owned.values(), *tensors_of(self.x))
         forms = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-        return classes, moment.configuration, forms
+        return classes, self.moment.configuration, forms
 
     def _run_to_its_end(self, mark: Mark) -> list[tuple[Any, Any]]:
         """The marks of a run when autograd saves the last tensor, and at its end."""

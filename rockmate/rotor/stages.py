@@ -128,7 +128,7 @@ class Stage:
         self.taken = [None] * len(slots)
         if self.generators or known or not self.preserve_rng_state:  # such an operation draws
             made = functions_of(tensors_of(output), last - 1) if stops else ()  # from what saved last
-            self.saves_early = not stops or any(f.name().startswith(_EARLY) for f in made)
+            self.saves_early = not stops or any(f.name().startswith("RreluWithNoiseBackward") for f in made)
         return output
 
     def fill(self, x: Any, wanted: bool, aside: States) -> Any:
@@ -203,9 +203,6 @@ class Stage:
 
 BACKWARD_INSIDE = "it calls backward, or torch.autograd.grad, within its forward"
 """Why a stage cannot run without what autograd saves in it."""
-
-_EARLY = "RreluWithNoiseBackward"
-"""Autograd's name of an operation that saves a tensor before it fills it."""
 
 
 @not_compiled

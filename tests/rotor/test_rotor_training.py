@@ -327,6 +327,37 @@ def test_autograd_grad_retained_graphs_and_tied_weights() -> None:
     assert_same(list(torch.autograd.grad(a, wanted[1:])), list(torch.autograd.grad(b, wanted[1:])))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("names", ["own", "tied", "of another"])
+def test_gradients_of_a_shared_weight_are_added_up_within_the_limit(names: str, transposed: bool) -> None:
+    """Autograd holds the first, and adds the second one in the memory of a third."""
+
+    class Layer(nn.Module):
+        def __init__(self, weight: torch.Tensor, registers: bool) -> None:
+            super().__init__()
+            self.weights = [weight]
+            if registers:
+                self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = getattr(self, "weight", self.weights[0])
+            return torch.tanh(x @ (weight.t() if transposed else weight))
+
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 64) / 8)
+    layer = Layer(weight, True)
+    other = layer if names == "own" else Layer(weight, names == "tied")
+    model, x = nn.Sequential(layer, nn.Tanh(), other, nn.Tanh()), torch.randn(4, 64)
+    chk = rotor.Checkpointable(model, x, costs="flops")
+    with pytest.raises(InfeasibleBudgetError) as error:
+        chk.compute_sequence(100)
+    for limit in (error.value.min_budget, 2**20):
+        chk.compute_sequence(limit)
+        step(chk, x)
+        chk.zero_grad()
+        assert measure_peak(lambda: step(chk, x)) <= chk.get_expected_memory() + 64
+
+
 def test_a_second_backward_through_random_layers_is_refused() -> None:
     model, x = convolutional(), images()
     loss = checkpointed(model, x)(x).square().mean()
