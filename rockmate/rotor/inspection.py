@@ -99,7 +99,7 @@ def measure_chain(
     stages, there = list[Measured](), set[int]()  # the latter: of which parameters a later stage makes gradients
     for name, (figures, known, made) in zip(reversed(names), reversed(measured), strict=True):
         # With the medians of equal ones, so that none seems faster than another by chance.
-        stage = Measured(name, *(int(median(each)) for each in zip(*known, strict=True)), *figures)
+        stage = Measured(name, *Figures(int(median(each)) for each in zip(*known, strict=True)), *figures)
         added = sum(size for key, size in made.items() if key in there)  # autograd adds them up in other memory
         left = stage.parameter_gradients - added
         stages.append(replace(stage, backward_peak=stage.backward_peak + added, parameter_gradients=left))
