@@ -120,6 +120,12 @@ def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
+def replaced(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """``tree`` with ``function`` applied to its tensors, in containers and objects of its own."""
+    leaves, spec = flatten(tree)
+    return unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of a tree, in the order of its leaves."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rkgb.cost.memory import measure_phases, storage_bytes
 from rkgb.device import kind_of
-from rkgb.trees import tensor_leaves
+from rkgb.trees import replaced, tensors_of
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 """The strides of some gradients; None: contiguous."""
@@ -70,8 +69,8 @@ class Tap(torch.autograd.Function):
 
 def tapped(x: Any, anchor: torch.Tensor, collect: Callable[[Any], None]) -> Any:
     """``x`` with the results of a ``Tap`` in the place of its tensors that require grad, and no history elsewhere."""
-    taps = [*Tap.apply(collect, anchor, *(t for t in tensor_leaves(x) if t.requires_grad))]
-    return pytree.tree_map_only(torch.Tensor, lambda t: taps.pop(0) if t.requires_grad else t.detach(), x)
+    taps = iter(Tap.apply(collect, anchor, *(t for t in tensors_of(x) if t.requires_grad)))
+    return replaced(x, lambda t: next(taps) if t.requires_grad else t.detach())
 
 
 def held_on(run: Callable[[Any], Any], x: Any) -> tuple[bool, bool]:
@@ -79,9 +78,9 @@ def held_on(run: Callable[[Any], Any], x: Any) -> tuple[bool, bool]:
     attributes of modules, or of the ``ctx`` of a function of the graph that it records.
     """
     uses: Callable[[int], int] = torch._C._storage_Use_Count
-    given = {(storage := t.untyped_storage())._cdata: storage for t in tensor_leaves(x)}
+    given = {(storage := t.untyped_storage())._cdata: storage for t in tensors_of(x)}
     before = [*map(uses, given)]
-    results = tensor_leaves(run(tapped(x, torch.zeros((), requires_grad=True), ignore)))
+    results = tensors_of(run(tapped(x, torch.zeros((), requires_grad=True), ignore)))
     graph = [t.grad_fn for t in results]
     made = {(storage := t.untyped_storage())._cdata: storage for t in results}
     alone = torch.empty(1).untyped_storage()

@@ -38,6 +38,12 @@ def functions_of(results: Sequence[torch.Tensor], first: int) -> Iterator[Any]:
             left += (following for following, _ in function.next_functions)
 
 
+def leaves_of(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward of ``results`` gives gradients, each once."""
+    variables = (f.variable for f in functions_of(results, 0) if hasattr(f, "variable"))
+    return [t for t in dict.fromkeys((*results, *variables)) if t.is_leaf and t.requires_grad]
+
+
 def context_tensors(results: Sequence[torch.Tensor], first: int) -> list[torch.Tensor]:
     """The tensors in attributes of ``ctx`` (also in lists, tuples, dicts) of the functions that made ``results``.
 

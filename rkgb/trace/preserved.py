@@ -60,6 +60,19 @@ def preserved(model: torch.nn.Module, inputs: Sequence[torch.Tensor], written: S
             set_random_state(x, state)
 
 
+@contextlib.contextmanager
+def without_gradients(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A context in which ``tensors`` have no ``.grad`` at first; afterwards they have the one of before."""
+    held = [(t, t.grad) for t in tensors]
+    try:
+        for t in tensors:
+            t.grad = None
+        yield
+    finally:
+        for t, gradient in held:
+            t.grad = gradient
+
+
 class Buffers:
     """The buffers of a module and its submodules, to compare with after a forward."""
 

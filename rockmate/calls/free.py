@@ -18,6 +18,7 @@ from rkgb.sample import Call
 from rkgb.settings import settings
 from rkgb.storages import has_memory, memory_of
 from rkgb.trace.capture import current_mode
+from rkgb.trace.preserved import without_gradients
 from rkgb.trees import tensors_of, unflatten
 from rkgb.warn import warn
 from rockmate.budget import show_bytes
@@ -259,15 +260,9 @@ class RememberedCall:
 
         Raises ``InputError`` where an input cannot be made again.
         """
-        held = [(p, p.grad) for name, p in model.named_parameters() if name in self._missing]
-        try:
-            for p, _ in held:
-                p.grad = None
-            with running_in(self._mode, self._settings):
-                yield Call(*unflatten([make() for make in self._leaves], self._spec))
-        finally:
-            for p, gradient in held:
-                p.grad = gradient
+        missing = [p for name, p in model.named_parameters() if name in self._missing]
+        with without_gradients(missing), running_in(self._mode, self._settings):
+            yield Call(*unflatten([make() for make in self._leaves], self._spec))
 
 
 def _again(x: Any) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from rkgb.cost.memory import refuse_within_measurements
 from rkgb.device import kind_of
-from rkgb.trees import tensor_leaves
+from rkgb.trees import tensors_of
 from rockmate.budget import parse_bytes, show_bytes
 from rockmate.calls.surroundings import (
     IN_TRANSFORMS,
@@ -127,7 +127,7 @@ class Checkpointable(nn.Module):
         """Measure time and memory of every stage on ``custom_input``. Model, generators and input stay as they are."""
         if not self.training:
             raise InputError("the model is in eval mode, where nothing is recomputed: call train() before measure()")
-        if not tensor_leaves(custom_input):
+        if not tensors_of(custom_input):
             raise InputError(f"the sample is of type {type(custom_input).__name__}: use a tensor or a tuple of tensors")
         refuse_within_measurements()
         refuse_lazy(self.model)
@@ -297,8 +297,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _int(name: str, number: Any, least: int, why: str) -> int:
-    if not isinstance(number, Integral):
-        raise InputError(f"{name} is {number!r}: give a whole number")
-    if number < least:
-        raise InputError(f"{name} is {number}: {why}")
+    whole = isinstance(number, Integral)
+    if not whole or number < least:
+        raise InputError(f"{name} is {number!r}: {why if whole else 'give a whole number'}")
     return int(number)

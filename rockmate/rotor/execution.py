@@ -25,7 +25,7 @@ from rkgb.settings import settings
 from rkgb.storages import versions_of
 from rkgb.trace.capture import current_mode
 from rkgb.trace.other_draws import NUMPY, PYTHON, other_states
-from rkgb.trees import tensor_leaves
+from rkgb.trees import tensors_of
 from rockmate.calls.surroundings import running_in, runs_plainly
 from rockmate.rotor.inspection import DRAWS_OTHERS, in_place_message
 from rockmate.rotor.parts import Function, Held, Moment
@@ -63,7 +63,7 @@ class Call:
             if isinstance(operation, Fck):
                 self.stored[i] = Held(x)
             known = set() if i in self.starts else known
-            versions = versions_of(before := tensor_leaves(x))
+            versions = versions_of(before := tensors_of(x))
             output = stage.first(x, partial(self.prepare, i), i in stopping, known)
             known |= (stage.generators or {}).keys()
             if versions != versions_of(before):
@@ -82,7 +82,7 @@ class Call:
             if (now := call()) is not None and B(i) in now.todo:
                 now.prepare(i)
 
-        for function in filter(None, (t.grad_fn for t in tensor_leaves(output))):
+        for function in filter(None, (t.grad_fn for t in tensors_of(output))):
             function.register_prehook(comes)
 
     def prepare(self, i: int, index: int | None = None) -> None:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rkgb.cost.clock import Clock, Mark, counted_tail, modelled_times
 from rkgb.cost.memory import bytes_by_storage, measure_memory, storage_bytes
 from rkgb.cost.piece import Gradients, Layouts, backward_memory, held_on, ignore, tapped
 from rkgb.device import kind_of, one_device
+from rkgb.errors import UnsupportedError
+from rkgb.probe.contexts import leaves_of
 from rkgb.program import same
 from rkgb.randomness import RandomSource, refuse_unseen_draws, set_random_state, state_bytes
 from rkgb.storages import storage_key, versions_of
 from rkgb.trace.other_draws import other_draws
-from rkgb.trace.preserved import each_saved, preserved
-from rkgb.trees import tensor_leaves
+from rkgb.trace.preserved import each_saved, preserved, without_gradients
+from rkgb.trees import tensors_of
 from rockmate.errors import InputError
 from rockmate.rotor.parts import HIDING, Function, Moment, detached
 from rockmate.rotor.stages import Stage
@@ -58,16 +60,16 @@ def measure_chain(
     returns tensors whose memory cannot be measured, or cannot run again (TorchScript, a transform of torch.func in it).
     """
     times: dict[Hashable, list[tuple[int, ...]]] = {}
-    measured: list[tuple[Figures, list[tuple[int, ...]]]] = []
-    storages: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensor_leaves(sample))}
+    measured: list[tuple[Figures, list[tuple[int, ...]], dict[int, int]]] = []
+    storages: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensors_of(sample))}
     values = [tuple(storages.values())]
     x = sample
     modules = torch.nn.ModuleList([f for f in functions if isinstance(f, torch.nn.Module)])
-    inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensor_leaves(sample)))
+    inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensors_of(sample)))
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
     kind_of(device).warm_up(device)
     clock = None if costs == "flops" else Clock(repeat=3)
-    with Moment(modules).again({}), preserved(modules, tensor_leaves(sample)), torch.enable_grad():
+    with Moment(modules).again({}), preserved(modules, tensors_of(sample)), torch.enable_grad():
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             probe = Probe(function, x, f"layer {i} ({name})", clock, preserve_rng_state)
             try:
@@ -82,23 +84,29 @@ def measure_chain(
                     f"layer {i} ({name}) runs, but not as rotor has to run it, again and with other tensors for "
                     f"parameters and what autograd saves: {error}. Leave it out of the Checkpointable"
                 ) from error
+            measured.append((figures, known, probe.made))
             del probe
-            measured.append((figures, known))
             # Those of parameters and buffers have no bytes, those of the input are known.
             before = {storage_key(t): (-1, 0) for t in Moment(function).owned.values()} | storages
-            tensors = enumerate(tensor_leaves(x), len(functions) + 1000 * i)
+            tensors = enumerate(tensors_of(x), len(functions) + 1000 * i)
             new = ((storage_key(t), (k, storage_bytes(t))) for k, t in tensors)
             storages = {storage: before.get(storage, found) for storage, found in new}
             values.append(tuple(storages.values()))
-    outputs = [t for t in tensor_leaves(x) if t.requires_grad]
+    outputs = [t for t in tensors_of(x) if t.requires_grad]
     of_output = sum(map(storage_bytes, outputs))
     copies = sum(4 * t.numel() for t in outputs if t.itemsize < 4)
     floats = copies + sum(t.nbytes for t in outputs if t.itemsize >= 4)
-    stages = []  # with the medians of equal ones, so that none seems faster than another by chance
-    for name, (figures, known) in zip(names, measured, strict=True):
-        forward, tail, backward = (int(median(each)) for each in zip(*known, strict=True))
-        stages.append(Measured(name, forward, tail, backward, *figures))
-    return Chain(tuple(stages), tuple(values), of_output, _LOSS_OUTPUTS * floats + copies + max(0, floats - of_output))
+    stages, there = list[Measured](), set[int]()  # the latter: of which parameters a later stage makes gradients
+    for name, (figures, known, made) in zip(reversed(names), reversed(measured), strict=True):
+        # With the medians of equal ones, so that none seems faster than another by chance.
+        stage = Measured(name, *Figures(int(median(each)) for each in zip(*known, strict=True)), *figures)
+        added = sum(size for key, size in made.items() if key in there)  # autograd adds them up in other memory
+        left = stage.parameter_gradients - added
+        stages.append(replace(stage, backward_peak=stage.backward_peak + added, parameter_gradients=left))
+        there |= made.keys()
+    return Chain(
+        tuple(reversed(stages)), tuple(values), of_output, _LOSS_OUTPUTS * floats + copies + max(0, floats - of_output)
+    )
 
 
 class Probe:
@@ -106,42 +114,38 @@ class Probe:
     computed from counted operations.
 
     As a piece it has other parameters, in the same memory, with a ``.grad`` of their own, so that the model's stay as
-    they are. They are parameters, too, as a compiled layer is compiled again for other kinds of tensors.
+    they are. They are parameters, too, as a compiled layer is compiled again for other kinds of tensors. ``others``:
+    leaves with gradients that are not its own, as the weight of another layer, which it reads all the same. ``made``:
+    the bytes of the gradients that its backward makes for parameters and these, by ``id``.
     """
 
     layouts: Layouts | None = None
+    others: Sequence[torch.Tensor] = ()
 
     def __init__(self, function: Function, x: Any, layer: str, clock: Clock | None, preserve_rng_state: bool) -> None:
         self.function, self.clock, self.preserve_rng_state = function, clock, preserve_rng_state
-        self.x, self.device = detached(x), next((t.device for t in tensor_leaves(x)), torch.device("cpu"))
+        self.given, self.device = detached(x), next((t.device for t in tensors_of(x)), torch.device("cpu"))
         self._first_use(layer)
         self.moment = Moment(function)
+        self.saves, self.touched, self.made = False, 0, dict[int, int]()
         self.module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
         self.states = self.moment.generator_states(x)
         self.anchor = torch.zeros((), requires_grad=True)
         self.leaves: dict[str, torch.Tensor] = {
             n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in self.moment.parameters.items()
         }
-        self.saves = False
-        self.touched = 0
 
     def _first_use(self, layer: str) -> None:
         """Run the stage for the first time. Raise ``InputError`` if it changes its input in place, draws from
         generators that are not torch's, or returns what ``check_tensors`` refuses.
         """
-        kind, outputs, before = kind_of(self.device), list[Any](), Moment(self.function)
-        x = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.x)
-        versions = versions_of(tensor_leaves(x))
-
-        def run() -> None:
-            with torch.no_grad():
-                outputs.append(self.function(x))
-
+        kind, before, versions = kind_of(self.device), Moment(self.function), versions_of(tensors_of(self.given))
+        run = torch.no_grad()(lambda: self.function(self.x))
         with other_draws() as drawn:
-            run()
+            output = run()
         if kind.keeps_workspaces and not drawn:
             kind.first_use(run, self.device)
-        if versions != versions_of(tensor_leaves(x)):
+        if versions != versions_of(tensors_of(self.given)):
             raise InputError(in_place_message(layer))
         if name := next((k for k in before.written() if k in before.parameters), ""):
             raise InputError(
@@ -152,7 +156,12 @@ class Probe:
             raise InputError(f"{layer} {DRAWS_OTHERS.format(drawn[0])}")
         if self.preserve_rng_state and isinstance(self.function, torch.nn.Module):
             refuse_unseen_draws(self.function, self.device, layer)
-        check_tensors(outputs[0], f"{layer} returns")
+        check_tensors(output, f"{layer} returns")
+
+    @property
+    def x(self) -> Any:
+        """The input, for one run, which may give it hooks, and change its containers."""
+        return detached(self.given)
 
     def figures(self, name: str) -> tuple[Figures, Any]:
         """The fields of the stage behind its times, and its output."""
@@ -172,7 +181,7 @@ class Probe:
             peaks.append(self._memory(partial(stage.fill, self.x, wanted, dict(self.states)))[1])
             stage.clear()
         backward_peak, input_gradient, parameter_gradients = self._backward(output)
-        self.touched = sum(t.nbytes for t in tensor_leaves((self.x, output))) + private + lasting
+        self.touched = sum(t.nbytes for t in tensors_of((self.x, output))) + private + lasting
         forward_peaks = max(kept_peak, *peaks), pass_peak - state - drawn, peaks[0]
         parameter_gradients += max(lasting, state - copies)
         kept = input_gradient, parameter_gradients, keeps_input, keeps_output, state, draws
@@ -202,9 +211,9 @@ class Probe:
         self.drop_gradients()
         for source, state in self.states.items():
             set_random_state(source, state)  # all runs take one path
-        x = tapped(detached(self.x), self.anchor, collect)  # the probe's own has the hooks that other runs gave it
+        x = tapped(self.x, self.anchor, collect)
         with self.moment.again(self.leaves):
-            return tensor_leaves(self.function(x))
+            return tensors_of(self.function(x))
 
     def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """The results that require grad."""
@@ -212,28 +221,30 @@ class Probe:
 
     def drop_gradients(self) -> None:
         """Remove the ``.grad`` of all parameters of the piece."""
-        for leaf in self.leaves.values():
+        for leaf in (*self.leaves.values(), *self.others):
             leaf.grad = None
 
     # ------------------------------------------------------------------------------------------ memory
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        """Afterwards buffers, attributes and generators are as before, so that all runs are alike."""
-        with self.moment.again({}), preserved(self.module, []):
+        """Afterwards buffers, attributes and generators are as before, so that all runs are alike; and gradients."""
+        with self.moment.again({}), preserved(self.module, []), without_gradients(self.others):
             yield
 
     def _check_second_run(self, name: str) -> None:
         """Raise ``InputError`` if a second run gives another output. Learns what buffers and attributes runs change."""
         with self._untouched():
             stage = Stage(self.moment, self.preserve_rng_state)
-            first = tensor_leaves(stage.first(self.x, ignore))
+            own = {*map(id, (*self.moment.owned.values(), *tensors_of(x := self.x)))}
+            first = tensors_of(stage.first(x, ignore))
+            self.others = [t for t in leaves_of(first) if id(t) not in own]
             assert stage.moment is not None
             stage.moment.learn_attributes()
             for d in list[Any](self.states):  # the caller may draw before the backward
                 set_random_state(d, torch.Generator(getattr(d, "device", d)).manual_seed(726).get_state())
             states, aside = self.moment.generator_states(self.x), dict[RandomSource, torch.Tensor]()
-            again = tensor_leaves(stage.fill(self.x, True, aside))
+            again = tensors_of(stage.fill(self.x, True, aside))
             sets = self.moment.drawn(states).keys() - aside.keys()
         # Up to the rounding of kernels that add in any order.
         alike = all(same(a, b) or torch.allclose(a, b, equal_nan=True) for a, b in zip(first, again, strict=False))
@@ -263,9 +274,9 @@ class Probe:
         """
         tensors: list[torch.Tensor] = []
         with self._untouched(), each_saved(tensors.append):
-            output = tensor_leaves(self.function(self.x))
+            output = tensors_of(self.function(self.x))
         saved, owned = bytes_by_storage(tensors), bytes_by_storage(self.moment.owned.values())
-        inputs = bytes_by_storage(tensor_leaves(self.x))
+        inputs = bytes_by_storage(tensors_of(self.x))
         made = {key: size for key, size in bytes_by_storage(output).items() if key not in inputs.keys() | owned.keys()}
         private = sum(size for key, size in saved.items() if key not in inputs | made | owned)
         self.saves = bool(saved.keys() - owned.keys())
@@ -273,26 +284,27 @@ class Probe:
 
     def _backward(self, output: Any) -> tuple[int, ...]:
         """Bytes of the backward's peak beside the incoming gradient, and of the gradients of input and parameters."""
-        own = tuple(None if t.is_contiguous() else t.stride() for t in self.ends(tensor_leaves(output)))
+        own = tuple(None if t.is_contiguous() else t.stride() for t in self.ends(tensors_of(output)))
         found = [(0, 0, 0)]
         for self.layouts in (None, own) if any(own) else (None,) if own else ():  # the gradient may come in either
             with self._untouched():
                 memory = backward_memory(self)
+                of = (*self.moment.parameters.values(), *self.others)
+                leaves = zip(of, (*self.leaves.values(), *self.others), strict=True)
+                self.made = {id(p): storage_bytes(t.grad) for p, t in leaves if t.grad is not None}
+                self.drop_gradients()
             passed = bytes_by_storage(g for g in memory.inputs if g is not None)
-            gradients = sum(storage_bytes(leaf.grad) for leaf in self.leaves.values() if leaf.grad is not None)
-            found.append((memory.peak - memory.incoming, sum(passed.values()), gradients))
-            self.drop_gradients()
+            found.append((memory.peak - memory.incoming, sum(passed.values()), sum(self.made.values())))
         return tuple(map(max, zip(*found, strict=True)))
 
     # ------------------------------------------------------------------------------------------- times
 
     def form(self) -> Hashable:
         """What is equal, beside the figures, for stages that take equally long."""
-        moment = self.moment
-        classes = tuple(type(m) for _, m in moment.modules) or (id(self.function),)
-        tensors = (*moment.owned.values(), *tensor_leaves(self.x))
+        classes = tuple(type(m) for _, m in self.moment.modules) or (id(self.function),)
+        tensors = (*self.moment.owned.values(), *tensors_of(self.x))
         forms = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-        return classes, moment.configuration, forms
+        return classes, self.moment.configuration, forms
 
     def _run_to_its_end(self, mark: Mark) -> list[tuple[Any, Any]]:
         """The marks of a run when autograd saves the last tensor, and at its end."""
@@ -314,7 +326,11 @@ def in_place_message(layer: str) -> str:
 
 def check_tensors(value: Any, where: str) -> None:
     """Raise ``InputError`` for tensors in ``value`` whose bytes cannot be counted; ``where`` begins the sentence."""
-    for t in tensor_leaves(value):
+    try:
+        tensors = tensors_of(value)
+    except UnsupportedError as error:
+        raise InputError(f"{where} what cannot be given to a second run: {error}") from None
+    for t in tensors:
         if t.is_meta or t.layout != torch.strided:
             kind = "a tensor on the meta device" if t.is_meta else f"a tensor of the layout {t.layout}"
             raise InputError(f"{where} {kind}, whose memory cannot be measured: use dense tensors with values")

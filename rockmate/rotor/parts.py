@@ -21,13 +21,12 @@ from torch import nn
 from torch.ao.quantization.fake_quantize import FakeQuantizeBase
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils import _pytree as pytree
 
 from rkgb.randomness import RandomSource, generators_in, random_state, watched_devices
 from rkgb.settings import settings
 from rkgb.storages import versions_of
 from rkgb.trace.capture import current_mode
-from rkgb.trees import tensor_leaves
+from rkgb.trees import replaced, tensors_of
 
 Function = Callable[[Any], Any]
 """A stage: a module or a function of one value (a tensor, or a structure of tensors)."""
@@ -128,7 +127,7 @@ class Moment:
         """The states of generators, ``but`` these, that a run on the input ``x`` may draw from: those of modules, and
         the default ones of the CPU and of the devices of ``x`` and the parameters.
         """
-        devices = watched_devices((*tensor_leaves(x), *self.parameters.values()))
+        devices = watched_devices((*tensors_of(x), *self.parameters.values()))
         sources: list[RandomSource] = [*devices, *self.generators]
         return {source: random_state(source) for source in sources if source not in but}
 
@@ -219,11 +218,11 @@ class Held:
     """A value from which a stage is recomputed, as it is now and without its history."""
 
     def __init__(self, x: Any) -> None:
-        self.value, self.versions = detached(x), versions_of(tensor_leaves(x))
+        self.value, self.versions = detached(x), versions_of(tensors_of(x))
 
     def read(self, name: str) -> Any:
         """The value; ``name`` is the stage's. Raises ``RuntimeError`` if it was changed in place since."""
-        if versions_of(tensor_leaves(self.value)) != self.versions:
+        if versions_of(tensors_of(self.value)) != self.versions:
             raise RuntimeError(
                 f"the input of {name} was changed in place between forward and backward, and the layer has to run "
                 "again from it: change a copy of it, or call backward first"
@@ -232,10 +231,8 @@ class Held:
 
 
 def detached(value: Any) -> Any:
-    """The same memory without history, requiring grad where the original does."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    return pytree.tree_map_only(torch.Tensor, detached, value)
+    """The same memory without history, requiring grad where the original does, in containers of its own."""
+    return replaced(value, lambda t: t.detach().requires_grad_(t.requires_grad))
 
 
 class Situation:
@@ -248,7 +245,7 @@ class Situation:
     """
 
     def __init__(self, layers: Sequence[Moment], x: Any) -> None:
-        inputs = tensor_leaves(x)
+        inputs = tensors_of(x)
         parameters = [p for of in layers for p in of.parameters.values()]
         self.fixed = (
             *(replace(current_mode(), grad=True), settings()),

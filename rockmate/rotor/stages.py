@@ -20,7 +20,7 @@ from rkgb.probe.contexts import functions_of, next_number
 from rkgb.randomness import RandomSource, random_state, set_random_state
 from rkgb.storages import storage_key
 from rkgb.trace.code import not_compiled
-from rkgb.trees import tensor_leaves
+from rkgb.trees import tensors_of
 from rockmate.rotor.parts import Moment, detached
 from rockmate.run.slots import changed
 
@@ -127,8 +127,8 @@ class Stage:
         self.buffers = moment.learn_buffers(copies)
         self.taken = [None] * len(slots)
         if self.generators or known or not self.preserve_rng_state:  # such an operation draws
-            made = functions_of(tensor_leaves(output), last - 1) if stops else ()  # from what saved last
-            self.saves_early = not stops or any(f.name().startswith(_EARLY) for f in made)
+            made = functions_of(tensors_of(output), last - 1) if stops else ()  # from what saved last
+            self.saves_early = not stops or any(f.name().startswith("RreluWithNoiseBackward") for f in made)
         return output
 
     def fill(self, x: Any, wanted: bool, aside: States) -> Any:
@@ -203,9 +203,6 @@ class Stage:
 
 BACKWARD_INSIDE = "it calls backward, or torch.autograd.grad, within its forward"
 """Why a stage cannot run without what autograd saves in it."""
-
-_EARLY = "RreluWithNoiseBackward"
-"""Autograd's name of an operation that saves a tensor before it fills it."""
 
 
 @not_compiled

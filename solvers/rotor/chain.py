@@ -60,10 +60,6 @@ class Chain:
     unit: int = 1
 
     def __post_init__(self) -> None:
-        self.verify()
-
-    def verify(self) -> None:
-        """Raise ``ProblemError`` for what cannot be a chain."""
         if not self.stages or len(self.values) != len(self.stages) + 1:
             raise ProblemError("a chain has at least one stage, and one value more than stages")
         for i, s in enumerate(self.stages):

@@ -33,15 +33,10 @@ def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
     values = [dict(value) for value in chain.values]
     beyond = [[sum(size for x, size in b.items() if x not in a) - unit // 2 for b in values] for a in values[:-1]]
     of_parameters = [*accumulate((s.parameter_gradients for s in chain.stages[:0:-1]), initial=0)][::-1]
-    behind = [
-        chain.value_bytes[-1] + of_output + more
-        for of_output, more in zip(chain.gradient_bytes[1:], of_parameters, strict=True)
-    ]
-    length = chain.length
+    gradients = zip(chain.gradient_bytes[1:], of_parameters, strict=True)
+    behind, length = [chain.value_bytes[-1] + sum(pair) for pair in gradients], chain.length
     return ChainCosts(
-        options=tuple(
-            _options(stage, chain.value_bytes[i + 1], i + 1 < length) for i, stage in enumerate(chain.stages)
-        ),
+        options=tuple(_options(s, chain.value_bytes[i], i < length) for i, s in enumerate(chain.stages, 1)),
         interface_bytes=tuple((0,) * (i + 1) + tuple(of[i + 1 :]) for i, of in enumerate(beyond)),
         pass_peak=tuple(stage.pass_peak for stage in chain.stages),
         pass_time=tuple(stage.forward_time for stage in chain.stages),

@@ -66,6 +66,39 @@ def test_statistics_of_fake_quantizations_change_once() -> None:
         assert same(m.buffers(), eager.buffers())
 
 
+class Reads(nn.Module):
+    """A layer that computes with a weight of another one."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.others = [weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.others[0].t())
+
+
+def test_gradients_of_weights_that_are_not_the_layer_s_own() -> None:
+    """Measuring adds nothing to them, also where they have some already; and what they take counts."""
+
+    def made() -> tuple[nn.Sequential, torch.Tensor]:
+        torch.manual_seed(0)
+        first, apart = nn.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
+        return nn.Sequential(first, nn.Tanh(), Reads(first.weight), nn.Linear(32, 32), Reads(apart)), apart
+
+    (m, apart), (eager, theirs) = made(), made()
+    chk = rotor.Checkpointable(m, mem_limit=2**20, costs="flops")
+    for rows in (8, 16, 32):  # each call is measured, as more rows may need more
+        for run in (chk, eager):
+            run(x(rows)).sum().backward()
+    assert same([p.grad for p in (*m.parameters(), apart)], [p.grad for p in (*eager.parameters(), theirs)])
+    chk, inputs = least(m, x(8)), x(8)
+    chk(inputs).sum().backward()
+    chk.zero_grad()
+    apart.grad = None
+    assert chk.mem_limit is not None
+    assert measure_peak(lambda: chk(inputs).sum().backward()) <= chk.mem_limit
+
+
 def test_parameters_of_the_forward_are_those_of_the_backward() -> None:
     """Of functional_call, and where layers get other parameters before the backward."""
     m = model()

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from rockmate import InfeasibleBudgetError, measure_peak, rotor
+from rockmate import InfeasibleBudgetError, InputError, measure_peak, rotor
 from rockmate.demo.gpt import Layer
 from rockmate.rotor.models.utils import ReLUAtEnd
 from solvers.rotor.plans import ALGORITHMS, revolve_sequence, segments_sequence
@@ -64,6 +65,10 @@ def larger_images() -> torch.Tensor:
 
 def hidden() -> torch.Tensor:
     return torch.randn(8, 24, 32, generator=torch.Generator().manual_seed(1))
+
+
+def features() -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 MODELS = {
@@ -194,6 +199,89 @@ def test_tuples_in_and_between() -> None:
         assert_same(*results)
 
 
+@dataclass
+class Two:
+    h: torch.Tensor
+    skip: torch.Tensor
+
+
+class Bag:
+    __slots__ = ("h", "seen")
+
+
+class Passes(nn.Module):
+    """``way``: in what two tensors pass from layer to layer, made anew or changed."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(16, 16)
+
+    def forward(self, x: Any) -> Any:
+        if self.way == "a list that grows":
+            x = [x, x.sin()] if isinstance(x, torch.Tensor) else x
+            x.append(F.dropout(torch.tanh(self.linear(x[-1])), 0.2) + x[-2])
+            return x
+        if self.way == "a dict that changes":
+            x = {"h": x} if isinstance(x, torch.Tensor) else x
+            x["skip"], x["h"] = x["h"].cos(), torch.tanh(self.linear(x["h"])) * x.get("skip", 1)
+            return x
+        if self.way == "an object that changes":
+            bag = Bag() if isinstance(x, torch.Tensor) else x
+            bag.h, bag.seen = (x, [x]) if isinstance(x, torch.Tensor) else (x.h, x.seen)
+            bag.h = F.dropout(torch.tanh(self.linear(bag.h)), 0.2) + bag.seen[0]
+            bag.seen.append(bag.h)
+            return bag
+        two = Two(x, x) if isinstance(x, torch.Tensor) else x
+        return Two(torch.tanh(self.linear(two.h)) * two.skip, two.h.sin())
+
+
+class Joins(nn.Module):
+    def forward(self, x: Any) -> torch.Tensor:
+        parts = x if isinstance(x, list) else [*x.values()] if isinstance(x, dict) else [x.h, *getattr(x, "seen", [])]
+        return torch.stack(parts).prod(0)
+
+
+@pytest.mark.parametrize("way", ["a list that grows", "a dict that changes", "an object that changes", "a dataclass"])
+def test_objects_between_and_containers_that_layers_change(way: str) -> None:
+    """Each run gets containers and objects of its own, which it may change, as eager mode's only run does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Passes(way) for _ in range(4)), Joins())
+    eager, x = copy.deepcopy(model), torch.randn(64, 16)
+    chk = rotor.Checkpointable(model, x, costs="flops")
+    with pytest.raises(InfeasibleBudgetError) as error:
+        chk.compute_sequence(100)
+    chk.compute_sequence(error.value.min_budget)
+    assert any(isinstance(operation, rotor.Fck) for operation in chk.sequence)
+    assert_same(train(chk, model, x), train(eager, eager, x))
+    model.zero_grad()
+    assert measure_peak(lambda: step(chk, x)) <= chk.mem_limit
+
+
+def test_objects_in_and_out() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Passes("a dataclass") for _ in range(4)))
+    eager = copy.deepcopy(model)
+    results = []
+    for run, owner in ((checkpointed(model, Two(features(), features()), 2), model), (eager, eager)):
+        given = Two(features().requires_grad_(), features())
+        made = run(given)
+        (made.h * made.skip).sum().backward()
+        results.append([made.h, given.h.grad, *(p.grad for p in owner.parameters())])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("hide", [lambda x: iter([x]), lambda x: lambda: x, lambda x: {x}])
+def test_what_hides_tensors_between_layers_is_refused(hide: Callable[[torch.Tensor], Any]) -> None:
+    class Hides(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return hide(x)
+
+    with pytest.raises(
+        InputError, match=r"layer 1 \(1\) returns what cannot be given to a second run: .* hides tensors"
+    ):
+        rotor.Checkpointable(nn.Sequential(nn.Linear(16, 16), Hides(), nn.Identity()), torch.randn(4, 16))
+
+
 def checkpointed(model: nn.Sequential, x: Any, segments: int = 3) -> rotor.Checkpointable:
     chk = rotor.Checkpointable(model, x, 2**30, costs="flops")
     chk.sequence = segments_sequence(chk.chain, segments)
@@ -237,6 +325,37 @@ def test_autograd_grad_retained_graphs_and_tied_weights() -> None:
         assert_same(list(a), list(b))
     a, b = (torch.autograd.grad(loss, x, create_graph=True)[0].square().sum() for loss in (ours, eager))
     assert_same(list(torch.autograd.grad(a, wanted[1:])), list(torch.autograd.grad(b, wanted[1:])))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("names", ["own", "tied", "of another"])
+def test_gradients_of_a_shared_weight_are_added_up_within_the_limit(names: str, transposed: bool) -> None:
+    """Autograd holds the first, and adds the second one in the memory of a third."""
+
+    class Layer(nn.Module):
+        def __init__(self, weight: torch.Tensor, registers: bool) -> None:
+            super().__init__()
+            self.weights = [weight]
+            if registers:
+                self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = getattr(self, "weight", self.weights[0])
+            return torch.tanh(x @ (weight.t() if transposed else weight))
+
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 64) / 8)
+    layer = Layer(weight, True)
+    other = layer if names == "own" else Layer(weight, names == "tied")
+    model, x = nn.Sequential(layer, nn.Tanh(), other, nn.Tanh()), torch.randn(4, 64)
+    chk = rotor.Checkpointable(model, x, costs="flops")
+    with pytest.raises(InfeasibleBudgetError) as error:
+        chk.compute_sequence(100)
+    for limit in (error.value.min_budget, 2**20):
+        chk.compute_sequence(limit)
+        step(chk, x)
+        chk.zero_grad()
+        assert measure_peak(lambda: step(chk, x)) <= chk.get_expected_memory() + 64
 
 
 def test_a_second_backward_through_random_layers_is_refused() -> None:
