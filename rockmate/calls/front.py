@@ -205,8 +205,8 @@ class Front:
             self.timed_plan = plan, measured
             self._say(
                 f"what runs again took {100 * measured:.1f} % of the rest of a step (forward, loss and backward), "
-                f"measured after {TIMED} planned steps; {100 * plan.predicted_overhead:.1f} % was predicted, of the model's "
-                "operations without the loss"
+                f"measured after {TIMED} planned steps; {100 * plan.predicted_overhead:.1f} % was predicted, of the "
+                "model's operations without the loss"
             )
 
         return told
