@@ -38,7 +38,7 @@ def too_small(
     """The message for a ``budget`` below ``least``, which the step ``at`` of ``problem`` sets; ``eager``: bytes without
     recomputation.
 
-    ``kept``: bytes that are left free through the backward for a loss that no step has shown yet. ``stopped``: what
+    ``kept``: bytes that are left free through the backward for a loss that the next step will show. ``stopped``: what
     ended the search early, so that a smaller budget may do. ``declared``: bytes that the user said the loss
     takes; 0 where there is nothing to say, as a step has shown it.
 
