@@ -118,7 +118,7 @@ def launch(layers: int, repeat: int, autocast: bool) -> Launch:
     ids = torch.randint(256, (1, 16))
     spacious, kept = copy.deepcopy(model), copy.deepcopy(model)
     rockmate.attach(spacious, "1 TiB", costs="flops", cache=False)
-    rockmate.attach(kept, "150%", costs="flops", cache=False)
+    rockmate.attach(kept, "100%", costs="flops", cache=False)
     with cast():
         rk = planned(model, ids, 100, None)
     assert rk._last is not None

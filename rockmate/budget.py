@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from rockmate.errors import BudgetError
+from rkgb.warn import warn_once
+from rockmate.errors import BudgetError, BudgetWarning
 from solvers.units import show_at_least as show_at_least
 from solvers.units import show_at_most as show_at_most
 from solvers.units import show_bytes as show_bytes
@@ -21,7 +22,7 @@ _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
     for end, base in (("ib", 1024), ("b", 1000), ("i", 1024), ("", 1024))
 }
-_AMOUNT = re.compile(r"\s*([0-9][0-9_.]*(?:e[0-9]+)?|\.[0-9_]+)\s*([a-z]*|%)\s*")
+_AMOUNT = re.compile(r"\s*([0-9][0-9_.]*(?:e[+-]?[0-9]+)?|\.[0-9_]+)\s*([a-z]*|%)\s*")
 _BYTES = 'give bytes as a number, or text such as "2 GiB" or "500 MB"'
 _HOW = (
     f'{_BYTES}, a share of what a step takes without recomputation such as "60%", or "auto" for what the device has '
@@ -78,6 +79,7 @@ def parse_budget(budget: object) -> Budget:
 
     Units: KiB, MiB, GiB and TiB are powers of 1024, kB, MB, GB and TB of 1000. Letters alone ("3g") are powers of
     1024, as those who write them read their GPU's memory. "60%": of the peak of the same step without recomputation.
+    More than "100%" warns, as it binds for steps only that take more than the one that it is a share of.
     "auto": what the device has left for a step, as ``rockmate.memory`` counts it. Upper and lower case are the same.
 
     Raises ``BudgetError`` for anything else, and for a number below ``FEWEST`` without a unit: GiB were meant.
@@ -88,6 +90,12 @@ def parse_budget(budget: object) -> Budget:
     if unit == "%":
         if not amount > 0:
             raise BudgetError(f"the budget {budget!r} is nothing: {_HOW}")
+        if amount > 100:
+            warn_once(
+                f"the budget {budget!r} is more than the step takes that it is a share of, so nothing runs again "
+                'there: it binds for larger steps only. Give less than "100%" to save memory, or bytes',
+                BudgetWarning,
+            )
         return Budget(share=amount / 100)
     if not unit and 0 < amount < FEWEST:
         percent = 100 * amount if amount < 1 else amount

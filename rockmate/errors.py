@@ -40,7 +40,7 @@ class BudgetWarning(UserWarning):
 
 
 class PlanningWarning(UserWarning):
-    """Plans are made again and again."""
+    """Plans are made again and again, or a capture has failed by a defect."""
 
 
 class InfeasibleBudgetError(RockmateError):

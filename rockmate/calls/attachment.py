@@ -22,7 +22,7 @@ from rockmate.calls.handle import Handle
 from rockmate.calls.keys import call_key
 from rockmate.calls.look import Look, LookInTheWay, end_look, others_looks_paused
 from rockmate.calls.others import unwatch_layers
-from rockmate.calls.reasons import reason_of
+from rockmate.calls.reasons import internal_error, reason_of
 from rockmate.calls.rehearsal import put_back, rehearse
 from rockmate.calls.surroundings import (
     IN_TRANSFORMS,
@@ -40,7 +40,7 @@ from rockmate.calls.surroundings import (
     witnesses,
 )
 from rockmate.calls.unguarded import is_overridden
-from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, PlanError, RockmateError
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError, PlanError, PlanningWarning, RockmateError
 from rockmate.follow.engine import Followed
 from rockmate.follow.following import is_followed
 from rockmate.planning.artefact import SavedPlan
@@ -170,7 +170,10 @@ class Attachment(Handle, OwnCall):
             refused = isinstance(error, GraphError) and not isinstance(error, MeasureError)
             if self.inside.ran and not refused:  # something of what was captured has run
                 raise
-            why, self.inside.captured, self._hooks = reason_of(error), True, hooks_of(model)
+            self.inside.captured, self._hooks = True, hooks_of(model)
+            why = self.inside.internal = internal_error(error)
+            why = why or reason_of(error)
+            self.log.debug("%s was not captured as one graph", self.name, exc_info=error)
         else:
             if not self.inside.ran and any(t.requires_grad for t in tensors_of(result)):
                 if self.only_plans:
@@ -208,6 +211,13 @@ class Attachment(Handle, OwnCall):
             raise
         self._capture.clear()
         self.log.info("%s is followed operation by operation: %s", self.name, self.reason)
+        if self.inside.internal:
+            warn_once(
+                f"{self.name} could not be captured as one graph, by a defect of torch or of rockmate "
+                f"({self.inside.internal}). Training goes on, and its forward is followed operation by operation. "
+                "Please report this, with what the logger 'rockmate' says at level DEBUG",
+                PlanningWarning,
+            )
         if self.terms.options.compile:
             self.log.info("%s runs eager kernels: pieces are compiled where a call is captured", self.name)
         return result

@@ -23,6 +23,7 @@ from rockmate.calls.effects import check_checkpoints, check_effects
 from rockmate.calls.front import Front
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
 from rockmate.calls.numbers import is_number
+from rockmate.calls.reasons import LOOPS
 from rockmate.calls.structure import graphs_within
 from rockmate.calls.surroundings import keep_draws_of_other_threads, modes_again, put_back_if_it_fails
 from rockmate.calls.unguarded import CAPTURING, Noted
@@ -37,6 +38,10 @@ MANY_CAPTURES = 8
 
 MANY_NUMBERS = 4
 """Captures that differ in numbers alone, after which calls are followed: each step would have a capture of its own."""
+
+
+MANY_LENGTHS = 6
+"""Captures that differ in how often operations are called, after which calls are followed."""
 
 
 class Capture:
@@ -123,6 +128,7 @@ class Capture:
         known = next((known for known in self.graphs if calls.identity and known.identity == calls.identity), None)
         if known is None:
             check_numbers(program, [known.program for known in self.graphs])
+            check_loops(program, [known.program for known in self.graphs])
             self.graphs.append(calls)
         else:
             calls = known
@@ -248,6 +254,22 @@ def check_numbers(program: fx.GraphModule, known: list[fx.GraphModule]) -> None:
         pairs = zip(program.graph.nodes, alike[-1].graph.nodes, strict=True)
         changed = next(a for a, b in pairs if str((a.args, a.kwargs)) != str((b.args, b.kwargs)))
         raise UnsupportedError(f"a number that forward computes is another one in each call{line_of(changed)}")
+
+
+def check_loops(program: fx.GraphModule, known: list[fx.GraphModule]) -> None:
+    """Raise ``UnsupportedError`` where ``known`` programs call the operations of ``program``, each another number of
+    times: forward loops over what changes from call to call, and to capture and plan each length takes seconds.
+    """
+    kinds, count = _operations(program)
+    counts = {other for names, other in map(_operations, known) if names == kinds}
+    if len(counts - {count}) >= MANY_LENGTHS:
+        raise UnsupportedError(LOOPS)
+
+
+def _operations(program: fx.GraphModule) -> tuple[frozenset[str], int]:
+    """The operations that ``program`` calls, and how often it calls any."""
+    names = [name_of(node) for node in program.graph.nodes if node.op.startswith("call")]
+    return frozenset(names), len(names)
 
 
 _FRACTION = re.compile(r"\b\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+)")

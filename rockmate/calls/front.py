@@ -204,8 +204,9 @@ class Front:
             measured = again / max(1, total - again)
             self.timed_plan = plan, measured
             self._say(
-                f"what runs again took {100 * measured:.1f} % of the rest of a step, measured after {TIMED} planned "
-                f"steps; {100 * plan.predicted_overhead:.1f} % was predicted"
+                f"what runs again took {100 * measured:.1f} % of the rest of a step (forward, loss and backward), "
+                f"measured after {TIMED} planned steps; {100 * plan.predicted_overhead:.1f} % was predicted, of the "
+                "model's operations without the loss"
             )
 
         return told

@@ -278,7 +278,18 @@ class Handle(Front):
         budget = self.terms.budget
         size = show_bytes(budget) if isinstance(budget, int) else budget
         count = sum(known.plan is not None for known in self.plans)
-        return f"<rockmate.attach: {self.name}, budget {size}, {count} plan{'s' * (count != 1)}>"
+        return f"<rockmate.attach: {self.name}, budget {size}, {count} plan{'s' * (count != 1)}{self._no_plan()}>"
+
+    def _no_plan(self) -> str:
+        """Why ``plan`` is None, where it is."""
+        if self._detached or self._refused:
+            return ": detached" if self._detached else ": runs as it is, as a warning said"
+        if self.plan is not None:
+            return ""
+        if self._followed is not None:
+            return "; none for what the last call computed, which is new or fits no plan"
+        seen = self._free is not None or any(calls.measured() for calls in self._free_calls())
+        return ": the budget does not bind" if seen else ": no step with gradients yet"
 
     def _forget(self) -> None:
         """No plan is known, nor a way in which calls run."""

@@ -113,9 +113,10 @@ class Observer:
         """Whether the call whose forward is about to run is to be looked at closely, and can be."""
         if self.unsure and self._look and len(self._known) >= _LOOKS <= self._looks and not self._said:
             self._said = True
+            more = "takes more than was seen, a step exceeds the budget. Declare what it takes at most (loss_memory=)"
             warn(
                 f"the loss is another one in each of {_LOOKS} observed steps, and steps are observed no more: where it "
-                "takes more than was seen, a step exceeds the budget. Declare what it takes at most (loss_memory=)",
+                + (more if self.measures else "uses outputs otherwise than was seen, a step may exceed the budget"),
                 BudgetWarning,
             )
         if not self._look or self._looks >= _LOOKS or not self.places or not Look.possible():

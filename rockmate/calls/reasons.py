@@ -7,12 +7,17 @@ import re
 
 import torch
 
+from rkgb.errors import GraphError
 from rkgb.trace.code import is_installed, is_the_users
 from rkgb.trace.lines import named_line
+from rockmate.errors import RockmateError
 
 _BY_VALUES = "Python decides, or counts, by values in a tensor"
 
 _TOO_OFTEN = "it was captured too often, as something that its Python reads changes from call to call"
+
+LOOPS = "each length of the inputs is a sequence of operations of its own, as forward loops over it"
+"""Why calls that were captured are followed."""
 
 _MOVE = "move it out of forward, in front of the layers or behind them"
 
@@ -59,6 +64,11 @@ _INSTEAD = (
         "enable_input_require_grads(), which only its own checkpoints need",
     ),
     ("is another one in each call", "keep it in a tensor (a buffer), or outside of the model"),
+    (
+        LOOPS,
+        "move the loop out of the module that is attached (attach the encoder, and let the loss loop behind it), or "
+        "pad inputs to a few lengths",
+    ),
     (_TOO_OFTEN, "keep that in a tensor (a buffer), or outside of the model"),
     ("opaque object was created", "make it once, in __init__"),
     ("a hook is registered on a tensor", "register it on the output of a submodule, or compute what it does"),
@@ -102,6 +112,18 @@ def reason_of(error: Exception) -> str:
         what += f" at {at}" * bool(at) + f"{',' * bool(at)} in {library}" * bool(library)
     instead = _SETTING if library else next((advice for part, advice in _INSTEAD if part in what), _MOVE if at else "")
     return f"{what}: {instead}" if instead else what
+
+
+def internal_error(error: Exception) -> str:
+    """In one line: what a capture failed with, where that is no refusal but a defect of torch's or of ours; else
+    empty.
+    """
+    error = getattr(error, "inner_exception", error)
+    refusals = torch._dynamo.exc.TorchDynamoException, GraphError, RockmateError
+    if isinstance(error, refusals) and not isinstance(error, torch._dynamo.exc.InternalTorchDynamoError):
+        return ""
+    what = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {what}" if what else type(error).__name__
 
 
 def _lines_in(trace: str) -> tuple[str, str]:

@@ -20,9 +20,11 @@ from rkgb.trees import tensors_of
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.look import Look
+from rockmate.calls.reasons import LOOPS
 from rockmate.calls.surroundings import INSTEAD, warn_unplanned
 from rockmate.calls.whole_steps import Turn
 from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.follow.advice import ALONE, FEWER, KEEP, MOST_USES, PAD
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.following import following, lasting_of
 from rockmate.follow.known import CallKind, CallKinds, Known, UseOfOutputs
@@ -48,21 +50,11 @@ from solvers.interrupts import Heeded
 MOST_KNOWN = 16
 """Ways in which one kind of call computes that are remembered."""
 
-MOST_USES = 8
-"""Calls of one size after which a plan of its own is made for it."""
+MOST_ALONE = 4
+"""Kinds of calls with operations of their own that are planned at once; others when they have come often."""
 
 FIRST = 0.6
 """Part of the budget that the data of a step may take of which nothing is known yet."""
-
-_FEWER = "steps that call the same operations on the same shapes share one"
-_PAD = (
-    "Pad inputs to a few shapes, and mask them rather than pack them (pack_padded_sequence), which takes other "
-    "operations for each batch"
-)
-_KEEP = (
-    "Forward decides by numbers, or by values, that change from call to call: mask rows rather than choose or pack "
-    "them (pack_padded_sequence), and keep numbers in tensors (buffers), or outside of the model"
-)
 
 
 class Followed:
@@ -75,6 +67,7 @@ class Followed:
         self.solving = Solving(front, why, self.kinds)
         self._made, self._before = 0, tuple[str, ...]()  # plans that were told of, and the call of the last one
         self._said: set[str] = set()
+        self._alone = MOST_ALONE * (LOOPS in why)  # kinds of calls whose operations no kind before had
         self._left = False  # the last call computed what no plan is known for
         self._shared: FollowedPlan | None = None  # of the last call, for its share of the step's budget
         self._unsaid: Known | None = None  # no plan fits a step that was observed
@@ -140,7 +133,8 @@ class Followed:
         """
         known = kind.next(missing)
         policy: Policy
-        self._left, self._shared = False, None
+        late = self._comes_late(kind)
+        self._left, self._shared = late, None
         if self._unsaid is not None:  # whatever comes next: a kind of call may come once only
             unsaid, self._unsaid = self._unsaid, None
             self._solve(unsaid)
@@ -149,7 +143,8 @@ class Followed:
         if known is None:
             made = sum(self.front.bytes_of_missing_gradients().values())
             turn = took(ways=Ways(self.front, device, kind.call, Way(0, 0, 0, 0), made))
-            if (like := self._like(kind)) is not None and like.program is not None:
+            like = None if late else self._like(kind)
+            if like is not None and like.program is not None:
                 policy = Planned(like.program, partial(self._otherwise, kind, like, turn), exactly=False)
             else:
                 policy = self._online(kind, device)
@@ -164,7 +159,7 @@ class Followed:
             self._shared, program = known.ways.placed(turn.way)
             policy = Planned(program, partial(self._otherwise, kind, known, turn), among=len(kind.known))
         seen = known is not None and not known.rehearsed and not kind.news
-        look = None if seen else kind.watch.look(device, bool(kind.known))
+        look = None if seen or late else kind.watch.look(device, bool(kind.known))
         return policy if look is None else Observed(look, policy, missing), turn
 
     def _ways(self, known: Known) -> FollowedWays:
@@ -174,6 +169,19 @@ class Followed:
             known.ways = FollowedWays(known, self.front, made, self.front.terms.options)
         ways: FollowedWays = known.ways
         return ways
+
+    def _comes_late(self, kind: CallKind) -> bool:
+        """Whether a call that begins now is of a kind that is not worth a plan yet, since kinds have little in common:
+        to observe and to plan a step takes longer than many steps.
+        """
+        observed = sum(bool(other.known) for other in self.kinds.values())
+        if kind.known or self.front.rehearses or not MOST_ALONE <= self._alone > observed / 2:
+            return False
+        kind.unplanned += 1
+        if kind.unplanned >= MOST_USES:
+            return False
+        self._say(ALONE)
+        return True
 
     def _like(self, kind: CallKind) -> Known | None:
         """What was seen of calls of other sizes, of which the plan takes least memory for what it is of."""
@@ -266,6 +274,9 @@ class Followed:
         self._left = False
         wanted = not came or seen.use in kind.unsure
         kind.unsure -= known.used
+        if not kind.known:
+            others_of_kinds = (k for other in self.kinds.values() for k in other.known)
+            self._alone += all(k.seen.forms != seen.forms for k in others_of_kinds)
         if wanted:  # else it is the other way that is to be seen, which may come next
             kind.news = self.front.rehearses or bool(kind.unsure)
         kind.known = [known, *others][:MOST_KNOWN]
@@ -288,11 +299,7 @@ class Followed:
             f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "
             f"{100 * plan.predicted_overhead:.1f} % more time{costly(plan.predicted_overhead)}"
             + (f"; the step that was observed took {show_bytes(took)}" if took > plan.budget else "")
-            + (
-                f". This is plan {self._made}: {_FEWER}. {_PAD if other_shapes else _KEEP}"
-                if self._made >= MANY
-                else ""
-            )
+            + (f". This is plan {self._made}: {FEWER}. {PAD if other_shapes else KEEP}" if self._made >= MANY else "")
         )
 
     def _say(self, line: str) -> None:

@@ -24,7 +24,7 @@ from rockmate.errors import BudgetWarning
 from rockmate.follow.checkpoints import Parts
 from rockmate.follow.observed import FollowedLook, Observed, Seen
 from rockmate.follow.plan import FollowedPlan, Found, eager_peak_of
-from rockmate.follow.planned import FollowedProgram, Planned
+from rockmate.follow.planned import FollowedProgram, Planned, program_of
 from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import Use
 from rockmate.follow.tape import Tape
@@ -143,7 +143,6 @@ class Known:
     device: torch.device
     budget: int = -1
     plan: FollowedPlan | None = None
-    program: FollowedProgram | None = None
     schedule: Schedule | None = None
     least: Schedule | None = None
     alike: list[Schedule] = field(default_factory=list)
@@ -156,6 +155,18 @@ class Known:
     searched: dict[Asked, list[Schedule]] = field(default_factory=dict)  # for ``ways``
     then: weakref.ref[Known] | None = None
     frontier: Frontier | None = None
+    _program: FollowedProgram | None = None
+
+    @property
+    def program(self) -> FollowedProgram | None:
+        """What runs the plan, made when it is first asked for: a plan that does not fit may never run."""
+        if self._program is None and self.plan is not None:
+            self._program = program_of(self.found, self.plan.schedule, self.seen)
+        return self._program
+
+    def plan_as(self, plan: FollowedPlan) -> None:
+        """``plan`` is for such calls from now on."""
+        self.plan, self.budget, self.schedule, self._program = plan, plan.budget, plan.schedule, None
 
     @cached_property
     def eager_peak(self) -> int:
@@ -210,6 +221,7 @@ class CallKind:
     """Calls with arguments of one ``form``, which is ``loose`` without their numbers and texts. ``known``: the way that
     came last first; ``before``: the one before it, or the same; ``numbered``: how many have come. ``news``: another one
     came. ``parts``: that are checkpointed. ``unsure``: ways in which outputs were used that no plan is for.
+    ``unplanned``: calls that came while it was not worth a plan.
     """
 
     call: tuple[str, ...]
@@ -222,6 +234,7 @@ class CallKind:
     parts: Parts = field(default_factory=list)
     unsure: set[Use] = field(default_factory=set)
     news: bool = True
+    unplanned: int = 0
 
     def next(self, missing: frozenset[str]) -> Known | None:
         """The way in which a call may compute that begins now: the one that came after the last one when that came
@@ -250,7 +263,7 @@ class CallKind:
         if isinstance(policy, Observed):
             policy.seen.use = use
         elif isinstance(policy, Planned):
-            known = next((k for k in self.known if k.program is policy.program), None)
+            known = next((k for k in self.known if k._program is policy.program), None)
             if known is not None and not known.rehearsed and use not in known.used:
                 self.unsure.add(use)
                 self.news = True

@@ -269,6 +269,7 @@ def _remaining(seconds: float, report: Report) -> Callable[[], float]:
     return remaining
 
 
+@lru_cache(maxsize=1)  # it is asked for again to say that no plan fits
 def find_least(problem: Problem, report: Report = silent) -> Found:
     """The schedule of least memory that is found by bisection, with the fast heuristic. It may take very long: see
     ``fastest_of_least``. How long operations took does not count, which differs each time that a step is observed.

@@ -69,12 +69,9 @@ class Solving:
                 found = fits or self._least(known, budget, report)
         setup = {**self.spent, "observe": known.seconds, "solve": time.perf_counter() - began}
         self.spent = {}
-        known.budget, known.schedule = budget, found.schedule
         bound = found.bound if found.bound > 0 else None
-        known.plan = FollowedPlan(
-            budget, known.call, problem, found.schedule, found.walk, known.places, self.why, setup, bound
-        )
-        known.program = program_of(known.found, found.schedule, known.seen)
+        found_for = budget, known.call, problem, found.schedule, found.walk
+        known.plan_as(FollowedPlan(*found_for, known.places, self.why, setup, bound))
         terms.planned = True
 
     def _least(self, known: Known, budget: int, report: Report) -> Found:

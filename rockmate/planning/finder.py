@@ -169,8 +169,10 @@ class PlanFinder:
             return Bounded(*improve(self.problem, found, room, seconds), reason)
         except InfeasibleError as error:
             least = error.min_budget + self.reserved
-            kept = 0 if self.room.seen else self.room.kept
-            message = too_small(self.graphs.K, budget, least, self.eager_peak, error.at, kept, self._reason())
+            declared = 0 if self.room.seen else self.options.loss_memory
+            kept = self.room.kept if declared is None else 0
+            figures = budget, least, self.eager_peak, error.at
+            message = too_small(self.graphs.K, self.problem, *figures, kept, self._reason(), declared)
             raise InfeasibleBudgetError(message, least) from None
 
     def _solved_as_before(self, room: int) -> ChainPlan | None:

@@ -6,21 +6,41 @@ from math import ceil
 
 from rkgb.blocks.fingerprint import describe_inputs
 from rkgb.Ktools import K_graph
+from rkgb.nodes import Node
+from rkgb.trace.respelled import RECURRENT
 from rockmate.budget import show_at_least, show_at_most, show_bytes
 from rockmate.planning.plan import line_of_call
-from solvers import Bwd, Run, Step
+from solvers import Bwd, Problem, Run, Step
+
+MOST = 0.75
+"""From this share of the least budget on, it is said that one operation takes it."""
+
+_LAYERS = 4
+"""The place of ``num_layers`` among the arguments of recurrent operations."""
+
+_RECURRENT = frozenset(function.__name__ for function in RECURRENT)
 
 SAME = 0.99
 """From this share of eager's peak on, there is nothing to save."""
 
 
 def too_small(
-    k: K_graph, budget: int, least: int, eager: int, at: Step | None, kept: int = 0, stopped: str = ""
+    k: K_graph,
+    problem: Problem,
+    budget: int,
+    least: int,
+    eager: int,
+    at: Step | None,
+    kept: int = 0,
+    stopped: str = "",
+    declared: int | None = None,
 ) -> str:
-    """The message for a ``budget`` below ``least``, which the step ``at`` sets; ``eager``: bytes without recomputation.
+    """The message for a ``budget`` below ``least``, which the step ``at`` of ``problem`` sets; ``eager``: bytes without
+    recomputation.
 
-    ``kept``: bytes that are left free through the backward for a loss that no step has shown yet. ``stopped``: what
-    ended the search early, so that a smaller budget may do.
+    ``kept``: bytes that are left free through the backward for a loss that the next step will show. ``stopped``: what
+    ended the search early, so that a smaller budget may do. ``declared``: bytes that the user said the loss
+    takes; 0 where there is nothing to say, as a step has shown it.
 
     Read as a budget, the figure that stands for ``least`` can be planned.
     """
@@ -36,7 +56,8 @@ def too_small(
     return (
         f"no plan fits a budget of {show_at_most(budget)}{f' for {call}' if call else ''}: the smallest that can be "
         f"planned is {show_at_least(least)}{share}; without recomputation the step takes "
-        f"{show_at_least(eager)}. What sets it is {place_of(k, at)}. {_limit(least, eager, gradients, at)}{_advice(at)}"
+        f"{show_at_least(eager)}. What sets it is {place_of(k, at)}. {_limit(least, eager, gradients, at)}"
+        f"{_alone(k, problem, least, at)}{_advice(at, declared)}"
         f"{_unseen(kept, least)}"
     )
 
@@ -60,6 +81,31 @@ def _limit(least: int, eager: int, gradients: int, at: Step | None) -> str:
     return f"Recomputation saves next to nothing here: nearly all of it is {beside}{what}. "
 
 
+def _alone(k: K_graph, problem: Problem, least: int, at: Step | None) -> str:
+    """What the operation at ``at`` reads and allocates, where that is most of the ``least`` bytes."""
+    if not isinstance(at, (Run, Bwd)):
+        return ""
+    node, op = problem.nodes[at.node], _op_of(k, at.node)
+    backward, reads, takes = node.backward, node.reads, node.peak
+    if isinstance(at, Bwd) and backward is not None:
+        reads, takes = backward.reads, backward.peak - backward.before
+    alone = takes + sum(problem.data[d].size for d in reads)
+    if alone < MOST * least:
+        return ""
+    layers = op.args[_LAYERS] if op.name in _RECURRENT else 1
+    split = (
+        f" Its {layers} layers are one operation of torch's: with a module for each (num_layers=1), each can run again "
+        "by itself, and a smaller budget has a plan."
+    )
+    return f"This operation alone takes {show_bytes(alone)}, which no plan divides.{split * (layers > 1)} "
+
+
+def _op_of(k: K_graph, number: int) -> Node:
+    """The operation that gives node ``number`` its name."""
+    node, d = k.s.nodes[number], k.s.d
+    return next((d.nodes[i] for i in node.ops if d.nodes[i].name == node.name), d.nodes[node.ops[0]])
+
+
 def parameter_gradients(k: K_graph, at: Step | None) -> int:
     """Bytes of the gradients of parameters that are there at the step ``at`` and were not before the step."""
     if not isinstance(at, (Run, Bwd)):
@@ -73,8 +119,7 @@ def place_of(k: K_graph, at: Step | None) -> str:
     """The step in the user's words: "the backward of gelu in layers.2 at models.py:120"."""
     if not isinstance(at, (Run, Bwd)):
         return "the loss, between forward and backward"
-    node, d = k.s.nodes[at.node], k.s.d
-    op = next((d.nodes[i] for i in node.ops if d.nodes[i].name == node.name), d.nodes[node.ops[0]])
+    op = _op_of(k, at.node)
     what = "the backward" if isinstance(at, Bwd) else "the forward"
     return f"{what} of {op.name}" + (f" in {op.path}" if op.path else "") + (f" at {op.line}" if op.line else "")
 
@@ -89,7 +134,12 @@ def _unseen(kept: int, least: int) -> str:
     )
 
 
-def _advice(at: Step | None) -> str:
-    if isinstance(at, (Run, Bwd)):
+def _advice(at: Step | None, declared: int | None) -> str:
+    if isinstance(at, (Run, Bwd)) or declared == 0:
         return "Raise the budget or make the batch smaller."
-    return "Raise the budget, make the batch smaller, or say what the loss takes (loss_memory=)."
+    loss = (
+        "say what the loss takes (loss_memory=)"
+        if declared is None
+        else f"declare less than loss_memory={declared} ({show_bytes(declared)}) where the loss takes less"
+    )
+    return f"Raise the budget, make the batch smaller, or {loss}."

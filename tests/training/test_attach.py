@@ -829,7 +829,7 @@ def test_a_budget_that_does_not_bind_needs_no_plan(caplog: pytest.LogCaptureFixt
         handle = trains_as_eager(Net, fraction=50.0, recomputes=False)
     assert handle.plan is None
     assert [p.plan for p in handle.plans] == [None]
-    assert repr(handle).endswith(", 0 plans>")
+    assert repr(handle).endswith(", 0 plans: the budget does not bind>")
     assert "needs no plan" in caplog.text
 
 

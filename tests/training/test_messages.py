@@ -17,7 +17,7 @@ from torch import nn
 import rockmate
 from rockmate import InfeasibleBudgetError, InputError, attach, frontier
 from rockmate.budget import show_bytes
-from rockmate.calls import front
+from rockmate.calls import capture, front
 from rockmate.integrations import Meter
 
 Step = Callable[[nn.Module], None]
@@ -306,3 +306,137 @@ def test_a_share_of_a_followed_step_does_not_shrink_with_smaller_batches() -> No
     assert all(isinstance(b, int) for b in budgets)
     assert min(budgets) >= budgets[4] > 0.9 * budgets[0]
     assert budgets[-1] == max(budgets) > budgets[4]
+
+
+def test_what_is_printed_of_a_handle_says_why_there_is_no_plan() -> None:
+    model = Mlp()
+    handle = attach(model, "8 GiB", costs="flops", cache=False)
+    assert repr(handle) == "<rockmate.attach: Mlp, budget 8.0 GiB, 0 plans: no step with gradients yet>"
+    small_loss(model)
+    assert handle.plan is None
+    assert repr(handle).endswith("0 plans: the budget does not bind>")
+    handle.budget = "70%"
+    model.zero_grad()
+    small_loss(model)
+    assert handle.plan is not None
+    assert repr(handle).endswith(", 1 plan>")
+    handle.detach()
+    assert repr(handle).endswith("0 plans: detached>")
+
+
+def test_what_is_printed_of_a_followed_handle_says_that_the_last_call_was_new() -> None:
+    torch.manual_seed(0)
+    model = Mlp(branches=True)
+    handle = attach(model, "70%", costs="flops", cache=False)
+    for _ in range(2):
+        small_loss(model)
+        model.zero_grad()
+    assert repr(handle).endswith(", 1 plan>")
+    model.layers.append(nn.Tanh())
+    model(X)
+    assert handle.plan is None
+    assert repr(handle).endswith(", 1 plan; none for what the last call computed, which is new or fits no plan>")
+
+
+DECLARED: dict[str, tuple[Any, bool, str]] = {
+    "nothing": (None, False, "or say what the loss takes (loss_memory=)."),
+    "much": ("1 MiB", False, "or declare less than loss_memory=1048576 (1.0 MiB) where the loss takes less."),
+    "seen": (None, True, "Raise the budget or make the batch smaller."),
+}
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_loss_is_to_be_declared_only_where_that_was_not_done(name: str) -> None:
+    declared, seen, advice = DECLARED[name]
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    x = randn(64, 16, seed=1)
+    if seen:
+        handle = attach(model, "60%", costs="flops", cache=False, on_infeasible="least")
+        with pytest.warns(rockmate.BudgetWarning, match="plan of least memory"):
+            for _ in range(2):
+                model(x).square().mean().backward()
+                model.zero_grad()
+        with pytest.raises(InfeasibleBudgetError) as error:
+            handle.budget = "12 KiB"
+    else:
+        x = x if declared else randn(64, 4, seed=1)
+        model = model if declared else nn.Sequential(nn.Tanh(), nn.Linear(4, 256))
+        with pytest.raises(InfeasibleBudgetError) as error:
+            attach(model, "16 KiB", costs="flops", cache=False, sample=x, loss_memory=declared)
+    assert "is the loss, between forward and backward" in str(error.value)
+    assert advice in str(error.value)
+    assert seen != ("loss_memory" in str(error.value))
+
+
+def test_a_share_above_the_whole_is_said_to_bind_for_larger_steps_only() -> None:
+    model = Mlp()
+    with pytest.warns(rockmate.BudgetWarning, match="'130%' is more than the step takes.*larger steps only"):
+        handle = attach(model, "130%", costs="flops", cache=False)
+    small_loss(model)
+    assert handle.plan is None or handle.plan.recomputed == 0
+    attach(Mlp(), "100%", costs="flops", cache=False)  # and nothing is said
+
+
+class Recurrent(nn.Module):
+    """Four layers, as one operation or as four."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        one = [nn.LSTM(32, 32, num_layers=4, batch_first=True)]
+        self.layers = nn.ModuleList([nn.LSTM(32, 32, batch_first=True) for _ in range(4)] if apart else one)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of (rows, length, 32)."""
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
+def test_an_operation_that_takes_most_of_the_least_budget_is_named_with_what_divides_it() -> None:
+    x, errors = randn(16, 64, 32, seed=1), []
+    for apart in (False, True):
+        with pytest.raises(InfeasibleBudgetError) as error:
+            attach(Recurrent(apart), "20 KiB", costs="flops", cache=False, sample=x)
+        errors.append(error.value)
+    whole, divided = errors
+    assert re.search(r"This operation alone takes [\d.]+ MiB, which no plan divides\. Its 4 layers are", str(whole))
+    assert "layers are" not in str(divided)
+    assert divided.min_budget < 0.5 * whole.min_budget
+
+
+def test_an_operation_among_others_is_not_said_to_take_it_all() -> None:
+    with pytest.raises(InfeasibleBudgetError) as error:
+        attach(Mlp(depth=8), "8 KiB", costs="flops", cache=False, sample=X)
+    assert "alone" not in str(error.value)
+
+
+@pytest.mark.parametrize("sample", [None, X], ids=["in training", "of a sample"])
+def test_a_defect_of_a_capture_is_said_once_and_training_goes_on(
+    sample: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(capture, "check_values", broken)
+    monkeypatch.setattr("rkgb.warn._said", set())
+    caplog.set_level(logging.DEBUG, "rockmate")
+    model = Mlp()
+    with pytest.warns(
+        rockmate.errors.PlanningWarning, match="defect of torch or of rockmate .KeyError: 'lost'.*report"
+    ):
+        handle = attach(model, "80%", costs="flops", cache=False, sample=sample)
+        small_loss(model)
+    for _ in range(2):
+        model.zero_grad()
+        small_loss(model)
+    assert handle.plan is not None
+    assert handle.reason == "KeyError: 'lost'"
+    assert any(record.exc_info for record in caplog.records)
+
+
+def test_an_error_of_the_model_is_no_defect_of_a_capture() -> None:
+    model = Mlp()
+    attach(model, "80%", costs="flops", cache=False)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(randn(128, 15, seed=1))
+    small_loss(model)

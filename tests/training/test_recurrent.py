@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -14,6 +15,11 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from rockmate import Attachment, InfeasibleBudgetError, Rockmate, attach, frontier, measure_peak
+from rockmate.calls.capture import MANY_LENGTHS
+from rockmate.calls.reasons import LOOPS
+from rockmate.follow import known, plan
+from rockmate.follow.advice import MOST_USES
+from rockmate.follow.engine import MOST_ALONE
 from rockmate.follow.following import following
 from rockmate.follow.online import Online
 from rockmate.follow.tape import Tape
@@ -360,3 +366,78 @@ def test_what_a_layer_makes_is_not_made_again_while_some_of_it_is_in_use(limit: 
     tape.reruns.run = noted  # type: ignore[method-assign]
     loss.backward()
     assert before and max(before) < reserve.size
+
+
+class Steps(nn.Module):
+    """Loops over what it is given, after some layers; ``counts`` reads a number, so that it is never captured."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Dropout(0.1))
+        self.cell, self.counts, self.seen = nn.GRUCell(16, 16), counts, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of (rows, length, 16)."""
+        x = self.layers(x)
+        if self.counts:
+            self.seen = x.mean().item()
+        h = torch.zeros(x.shape[0], 16)
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h).tanh()
+        return h
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["captured", "followed"])
+def test_lengths_over_which_forward_loops_are_planned_when_they_come_often(
+    counts: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Few lengths are planned at once; later ones run as they come, with eager mode's bits."""
+    caplog.set_level(logging.INFO, "rockmate")
+    torch.manual_seed(0)
+    model = Steps(counts)
+    eager = copy.deepcopy(model)
+    handle = attach(model, "90%", costs="flops", cache=False)
+    first = MOST_ALONE if counts else MANY_LENGTHS
+    lengths = [12, *(3 + k for k in range(first + 1)), *[11] * (MOST_USES + 1)]
+    plans = []
+    for k, length in enumerate(lengths):
+        x = randn(8, length, 16, seed=k)
+        for m in (model, eager):
+            torch.manual_seed(k)
+            m(x).square().mean().backward()
+        assert_same([*snapshot(model)][:-1], [*snapshot(eager)][:-1])
+        for m in (model, eager):
+            m.zero_grad()
+        plans.append(handle.plan is not None)
+    assert plans == [True] * first + [False] * (len(plans) - first - 2) + [True] * 2
+    assert handle.reason
+    assert counts or LOOPS in handle.reason
+    assert sum("attach the encoder" in line and "8th time" in line for line in caplog.messages) == 1
+
+
+def test_sizes_of_the_same_operations_are_planned_at_once() -> None:
+    """However many come: no loop is over them."""
+    torch.manual_seed(0)
+    model = Sequence(nn.LSTM, "counts")
+    handle = attach(model, "90%", costs="flops", cache=False)
+    for length in (12, 3, 4, 5, 6, 7, 8, 9):
+        model(randn(4, length, 24, seed=length)).square().mean().backward()
+        model.zero_grad()
+        assert handle.plan is not None
+
+
+def test_a_followed_step_that_fits_no_budget_is_searched_once_and_made_no_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problems, programs = [], []
+    staged, made = plan.recompute_all, known.program_of
+    monkeypatch.setattr(plan, "recompute_all", lambda p: problems.append(p) or staged(p))
+    monkeypatch.setattr(known, "program_of", lambda *given: programs.append(given) or made(*given))
+    plan.find_least.cache_clear()
+    model = Sequence(nn.LSTM, "packed")
+    attach(model, "4 KiB", costs="flops", cache=False)
+    model(randn(4, 12, 24, seed=0)).square().mean().backward()
+    with pytest.raises(InfeasibleBudgetError):
+        model(randn(4, 12, 24, seed=0))
+    assert len(problems) <= 2, "of the step, and of the step whose outputs are held"
+    assert not programs

@@ -302,6 +302,7 @@ def test_numbers_that_change_are_no_new_kinds(monkeypatch: pytest.MonkeyPatch) -
     assert len(looks) <= 2 + 5 + 2  # the first, those of all calls whose number is a power of two, and after a clear
 
 
+@pytest.mark.filterwarnings("ignore:the budget '200%' is more:rockmate.BudgetWarning")
 def test_a_backward_of_a_backward_is_said_where_the_budget_may_not_hold() -> None:
     """Also where the calls themselves need no plan."""
     torch.manual_seed(0)
