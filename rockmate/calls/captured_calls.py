@@ -229,7 +229,8 @@ class CapturedCalls(PlansOfCalls):
             if extent is None:
                 extent = Extent((self.sizeless(call), self.terms.made), self.results.counts(arguments))
                 self.freely.note(kind, extent)
-            rough = rough_peak(self.results.rough_bytes(extent.counts), arguments) + self.terms.declared
+            rough = rough_peak(self.results.rough_bytes(extent.counts), arguments) * self.front.short
+            rough += self.terms.declared
             if rough > budget and not self._larger_fits(extent, missing, made, budget):
                 self.freely.binding.add(kind)  # to look at all sizes takes longer than a small step
                 return False

@@ -235,6 +235,7 @@ class FreeCalls:
         self.spacious.pop(kind, None)
         self.binding.add(kind)
         if peak > budget:
+            self.front.short = max(self.front.short, peak / max(1, rough.alone.backward))
             warn(
                 f"the last step took {show_bytes(peak)}, more than the budget of {show_bytes(budget)}, "
                 "which the sizes of the results did not show. Later steps like it are planned.",

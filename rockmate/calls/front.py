@@ -53,6 +53,7 @@ class Front:
 
     ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: the ``CapturedCalls`` that planned last.
     ``saved``: a plan that is to be taken. ``follows``: calls are followed whose graph cannot be planned.
+    ``short``: how many times more a step without a plan took than it was supposed to.
     ``timed_plan``: one, and what its overhead was measured to be. ``said_checkpoints``: as in ``say_checkpoints``.
     """
 
@@ -65,6 +66,7 @@ class Front:
         self.pieces: dict[Hashable, Piece] = {}  # by their identity: code that is compiled once
         self.last: Any = None
         self.ran_freely = False  # the last call needed no plan
+        self.short = 1.0
         self.saved: SavedPlan | None = None
         self._made = 0
         self._before: tuple[str, ...] | None = None

@@ -5,7 +5,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from rkgb.storages import has_memory, storage_key
+from rkgb.trace.respelled import RECURRENT
 from rkgb.trees import tensors_in
 from rockmate.calls.captured import name_of
 
@@ -78,6 +79,7 @@ class Results:
         self._numbers: list[tuple[int, Any]] = []  # positions of arguments that are numbers: what they are called
         self._counts: dict[Any, int] = {}  # different expressions, which numbers of elements follow from: their places
         self._allocated: list[tuple[int, int]] = []  # of results with memory of their own: the place, bytes an element
+        self._hides = False  # whether an operation keeps far more than its results, of which no size tells
         captured = 0  # bytes, at the sizes of the capture
         for k, node in enumerate(program.graph.find_nodes(op="placeholder")):
             example = node.meta.get("example_value")
@@ -89,13 +91,21 @@ class Results:
         known = {_storage(t) for t in tensors_in(given)}
         for t in tensors_in(made):
             count: Any = t.numel()
-            expression = count.node.expr if isinstance(count, torch.SymInt) else count
-            place = self._counts.setdefault(expression, len(self._counts))
+            place = self._place(count)
             if _storage(t) not in known:
                 known.add(_storage(t))
                 captured += t.dtype.itemsize * _as_captured(count)
                 self._allocated.append((place, t.dtype.itemsize))
         self.quick = captured < _QUICK * sum(node.op.startswith("call") for node in nodes)  # to compute
+        for node in nodes:
+            self._hides = self._hides or node.target in RECURRENT
+            for weights, size in _weights(node):
+                self._allocated.append((self._place(weights), size))
+
+    def _place(self, count: Any) -> int:
+        """Where ``count``, a number of elements, is among the different ones."""
+        expression = count.node.expr if isinstance(count, torch.SymInt) else count
+        return self._counts.setdefault(expression, len(self._counts))
 
     def counts(self, arguments: Sequence[Any]) -> tuple[int, ...] | None:
         """The different numbers of elements, in the same order for all ``arguments``; None where sizes follow from
@@ -111,8 +121,21 @@ class Results:
         return tuple(found)
 
     def rough_bytes(self, counts: tuple[int, ...] | None) -> float:
-        """Bytes of all results together; infinite where sizes follow from values."""
-        return inf if counts is None else sum(counts[place] * size for place, size in self._allocated)
+        """Bytes of all results together, and of the weights of attention, which it may keep. Infinite where sizes follow
+        from values, and where recurrent operations keep what they make in each step.
+        """
+        return inf if counts is None or self._hides else sum(counts[place] * size for place, size in self._allocated)
+
+
+def _weights(node: fx.Node) -> list[tuple[Any, int]]:
+    """How many weights attention has, of all pairs of positions, and bytes of each; nothing for other operations."""
+    name = name_of(node)
+    if name not in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+        return []
+    given = dict(zip(("query", "key", "value", "", "num_heads"), node.args, strict=False)) | node.kwargs
+    query, key = (given[k].meta["example_value"] for k in ("query", "key"))
+    of_each = key.shape[-2] if name[0] == "s" else key.shape[0] * given["num_heads"]
+    return [(prod(query.shape[:-1]) * of_each, query.dtype.itemsize)]
 
 
 def rough_peak(size: float, arguments: Sequence[Any]) -> float:

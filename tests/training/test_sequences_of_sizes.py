@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -266,3 +267,97 @@ def test_a_size_counts_once_however_often_it_is_captured(caplog: pytest.LogCaptu
         model.zero_grad()
     assert len([line for line in caplog.messages if ": 2 other sizes, or" in line]) == 1
     assert len([line for line in caplog.messages if "other sizes" in line]) == 1
+
+
+class Recurrent(nn.Module):
+    """Each step in time keeps its gates, which are no results of the operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(40, 24), nn.ModuleList(nn.LSTM(24, 24) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids.T)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+class WeightsKept(nn.Module):
+    """With dropout, attention on a CPU keeps its weights, of all pairs of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(40, 24), nn.ModuleList(nn.Linear(24, 72) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            query, key, value = (t.unflatten(-1, (6, -1)).transpose(1, 2) for t in layer(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(query, key, value, dropout_p=0.1).transpose(1, 2).flatten(2)
+        return x
+
+
+class HeadsOfTorch(WeightsKept):
+    """The same, by torch's module, which is one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(24, 6, dropout=0.1, batch_first=True) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+@pytest.mark.parametrize("lengths", [(8, 100, 95), (95, 100)], ids=["small first", "large first"])
+@pytest.mark.parametrize(("kind", "times"), [(Recurrent, 1), (WeightsKept, 2), (HeadsOfTorch, 2)])
+def test_lengths_of_which_some_need_no_plan(kind: type[nn.Module], times: int, lengths: tuple[int, ...]) -> None:
+    """What needs a plan is known before a step that takes more than the budget."""
+    torch.manual_seed(0)
+    model = kind()
+    batches = [torch.randint(40, (4, times * n)) for n in lengths]
+
+    def step(ids: torch.Tensor) -> None:
+        model.zero_grad()
+        model(ids).square().mean().backward()
+
+    budget = int(0.75 * max(measure_peak(lambda ids=ids: step(ids)) for ids in batches))
+    attach(model, budget, progress=False)
+    for ids in batches:
+        step(ids)  # a step beyond the budget is a warning, which is an error here
+
+
+class Outer(WeightsKept):
+    """An operation that makes many times its result meanwhile, of which nothing is known ahead."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            y = layer(x)[..., :24]
+            x = x + torch.einsum("bld,bme,lm->bld", y, x, y.new_ones(y.shape[1], y.shape[1]))
+        return x
+
+
+def test_what_exceeds_once_is_planned_at_other_sizes() -> None:
+    """A step took more than was supposed: those of other sizes, and of another capture, do so as well."""
+    torch.manual_seed(0)
+    model = Outer()
+    batches = [torch.randint(40, (4, n)) for n in (8, 20, 100, 95)]
+
+    def step(ids: torch.Tensor) -> None:
+        model.zero_grad()
+        model(ids).square().mean().backward()
+
+    least = [measure_peak(lambda ids=ids: step(ids)) for ids in batches]
+    attach(model, int(0.75 * max(least)), progress=False, on_infeasible="least")
+    said = []
+    for ids in batches:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(ids)
+        said.append(["the last step took" in str(w.message) for w in caught])
+    assert said[:3] == [[], [], [True]]
+    assert not any(map(any, said[3:]))
