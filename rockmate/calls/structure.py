@@ -79,7 +79,6 @@ class Results:
         self._numbers: list[tuple[int, Any]] = []  # positions of arguments that are numbers: what they are called
         self._counts: dict[Any, int] = {}  # different expressions, which numbers of elements follow from: their places
         self._allocated: list[tuple[int, int]] = []  # of results with memory of their own: the place, bytes an element
-        self._hides = False  # whether an operation keeps far more than its results, of which no size tells
         captured = 0  # bytes, at the sizes of the capture
         for k, node in enumerate(program.graph.find_nodes(op="placeholder")):
             example = node.meta.get("example_value")
@@ -97,10 +96,7 @@ class Results:
                 captured += t.dtype.itemsize * _as_captured(count)
                 self._allocated.append((place, t.dtype.itemsize))
         self.quick = captured < _QUICK * sum(node.op.startswith("call") for node in nodes)  # to compute
-        for node in nodes:
-            self._hides = self._hides or node.target in RECURRENT
-            for weights, size in _weights(node):
-                self._allocated.append((self._place(weights), size))
+        self._allocated += [(self._place(count), size) for node in nodes for count, size in _within(node)]
 
     def _place(self, count: Any) -> int:
         """Where ``count``, a number of elements, is among the different ones."""
@@ -121,18 +117,21 @@ class Results:
         return tuple(found)
 
     def rough_bytes(self, counts: tuple[int, ...] | None) -> float:
-        """Bytes of all results together, and of the weights of attention, which it may keep. Infinite where sizes follow
-        from values, and where recurrent operations keep what they make in each step.
-        """
-        return inf if counts is None or self._hides else sum(counts[place] * size for place, size in self._allocated)
+        """Bytes of all results, and of what operations keep beside; infinite where sizes follow from values."""
+        return inf if counts is None else sum(counts[place] * size for place, size in self._allocated)
 
 
-def _weights(node: fx.Node) -> list[tuple[Any, int]]:
-    """How many weights attention has, of all pairs of positions, and bytes of each; nothing for other operations."""
-    name = name_of(node)
-    if name not in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+def _within(node: fx.Node) -> list[tuple[Any, int]]:
+    """How many numbers an operation may keep that are no results, and bytes of each: the weights of attention, of all
+    pairs of positions; in each step of recurrent ones, as many as their weights have rows.
+    """
+    examples: list[Any] = [n.meta.get("example_value") for n in node.all_input_nodes]
+    if node.target in RECURRENT:
+        rows = [t.shape[0] for t in examples[1:] if isinstance(t, torch.Tensor) and t.dim() == 2]
+        return [(prod(examples[0].shape[:-1]) * sum(rows), examples[0].dtype.itemsize)]
+    if (name := name_of(node)) not in ("scaled_dot_product_attention", "multi_head_attention_forward"):
         return []
-    given = dict(zip(("query", "key", "value", "", "num_heads"), node.args, strict=False)) | node.kwargs
+    given: dict[str, Any] = dict(zip(("query", "key", "value", "", "num_heads"), node.args, strict=False)) | node.kwargs
     query, key = (given[k].meta["example_value"] for k in ("query", "key"))
     of_each = key.shape[-2] if name[0] == "s" else key.shape[0] * given["num_heads"]
     return [(prod(query.shape[:-1]) * of_each, query.dtype.itemsize)]

@@ -269,7 +269,7 @@ def test_a_size_counts_once_however_often_it_is_captured(caplog: pytest.LogCaptu
     assert len([line for line in caplog.messages if "other sizes" in line]) == 1
 
 
-class Recurrent(nn.Module):
+class StepsKept(nn.Module):
     """Each step in time keeps its gates, which are no results of the operation."""
 
     def __init__(self) -> None:
@@ -313,7 +313,7 @@ class HeadsOfTorch(WeightsKept):
 
 
 @pytest.mark.parametrize("lengths", [(8, 100, 95), (95, 100)], ids=["small first", "large first"])
-@pytest.mark.parametrize(("kind", "times"), [(Recurrent, 1), (WeightsKept, 2), (HeadsOfTorch, 2)])
+@pytest.mark.parametrize(("kind", "times"), [(StepsKept, 1), (WeightsKept, 2), (HeadsOfTorch, 2)])
 def test_lengths_of_which_some_need_no_plan(kind: type[nn.Module], times: int, lengths: tuple[int, ...]) -> None:
     """What needs a plan is known before a step that takes more than the budget."""
     torch.manual_seed(0)
