@@ -180,8 +180,8 @@ class Rockmate(torch.nn.Module):
         plan = self._front.plan
         if plan is None:
             raise InputError(
-                "the last call has no plan: it computed something new, which is planned when its forward and backward "
-                "were observed. Call it again"
+                "the last call has no plan: it computed something new, which is planned when such a step was observed. "
+                "rk.plans has the plans of other calls"
                 if self.plans_made
                 else "a copy plans at its first call: call it before you ask for its plan"
             )

@@ -69,7 +69,7 @@ class Attachment(Handle, OwnCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; ``torch.nn.Module.__call__`` calls this."""
-        model = self.model
+        model, self.called = self.model, True
         if self._runs_as_it_is(model):
             return model._call_impl(*args, **kwargs)
         warn_of_saved_hooks()

@@ -86,6 +86,7 @@ class Handle(Front):
         self._hooks: Hooks = []  # that the model had then
         self._begun = 1  # times that one graph was tried
         self.reason = ""
+        self.called = False  # whether any call came
         self._refused = self._detached = False
         terms.users.add(self)
         self._run_before: set[Hashable] = set()  # kinds of calls that ran while another one was looked at
@@ -288,8 +289,9 @@ class Handle(Front):
             return ""
         if self._followed is not None:
             return "; none for what the last call computed, which is new or fits no plan"
-        seen = self._free is not None or any(calls.measured() for calls in self._free_calls())
-        return ": the budget does not bind" if seen else ": no step with gradients yet"
+        if any(calls.binding for calls in self._free_calls()):
+            return ": a step was measured, and the next one like it is planned"
+        return ": the budget does not bind" if self._free is not None else ": no step with gradients yet"
 
     def _forget(self) -> None:
         """No plan is known, nor a way in which calls run."""

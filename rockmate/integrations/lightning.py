@@ -61,7 +61,7 @@ class RockmateCallback(Callback):  # type: ignore[misc,unused-ignore]
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the figures."""
         handle = self.meter.handle
-        if handle is not None and not handle.plans and not handle.reason and handle.is_around(handle.model):
+        if handle is not None and not handle.called:
             name = type(pl_module).__name__
             what = f"{name}.{self.part}" if self.part else name
             raise InputError(

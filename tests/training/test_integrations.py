@@ -163,6 +163,24 @@ def test_a_callback_of_lightning(tmp_path: Path) -> None:
         assert float(last[name]) == torch.tensor(float(value)).item()  # Lightning logs tensors of float32
 
 
+class Wide(Classifier):
+    """Activations are most of what a step takes, so that its first step is measured, and no plan is there then."""
+
+    def training_step(self, batch: Any, at: int) -> torch.Tensor:
+        return super().training_step(batch.repeat(32, 1), at)
+
+
+def test_a_callback_of_lightning_whose_first_step_is_measured(tmp_path: Path) -> None:
+    plain, ours = Wide(), Wide()
+    fit(plain, tmp_path, [])
+    callback = ForLightning("3 MiB", part="net", costs="flops")
+    fit(ours, tmp_path, [callback])
+    assert_same([*ours.losses, *ours.parameters()], [*plain.losses, *plain.parameters()])
+    assert callback.meter.handle.plan.recomputed > 0
+    beside = 2048 * (32 * 4 + 8)  # the batch and the targets
+    assert 0 < callback.meter.figures()["rockmate_measured_peak"] <= 3 * 2**20 + beside
+
+
 @pytest.mark.filterwarnings("ignore:.* without a plan, and no budget holds there:rockmate.BudgetWarning")
 def test_a_part_that_training_step_does_not_call(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"did not call Classifier itself.*part="):

@@ -322,6 +322,12 @@ def test_what_is_printed_of_a_handle_says_why_there_is_no_plan() -> None:
     assert repr(handle).endswith(", 1 plan>")
     handle.detach()
     assert repr(handle).endswith("0 plans: detached>")
+    tall = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(8, 8), nn.GELU())))
+    handle = attach(tall, "2 MiB", costs="flops", cache=False)
+    tall(torch.randn(2048, 8)).mean().backward()
+    assert repr(handle).endswith("0 plans: a step was measured, and the next one like it is planned>")
+    tall(torch.randn(2048, 8)).mean().backward()
+    assert repr(handle).endswith(", 1 plan>")
 
 
 def test_what_is_printed_of_a_followed_handle_says_that_the_last_call_was_new() -> None:
