@@ -226,6 +226,8 @@ def test_a_sample_that_does_not_fit() -> None:
         Rockmate(mlp(), torch.ones(3, 7), "1 MiB")
     with pytest.raises(InputError, match=r"cannot be called with this sample: TypeError"):
         Rockmate(mlp(), {"nonsense": X}, "1 MiB")
+    with pytest.raises(InputError, match=r"cannot be called with this sample: TypeError.*without the batch's targets"):
+        Rockmate(mlp(), [X, torch.zeros(len(X))], "1 MiB")
 
 
 def test_nothing_to_train() -> None:

@@ -123,7 +123,9 @@ def _check_call(model: torch.nn.Module, call: Call, error: Exception) -> None:
 
 def cannot_be_called(call: Call, own: Exception) -> CannotBeCalledError:
     """The error for a sample with which the model itself raises ``own``."""
+    too_many = isinstance(own, TypeError) and "positional argument" in str(own)
+    only = " Give what forward takes, without the batch's targets." * too_many
     return CannotBeCalledError(
         f"the model cannot be called with this sample: {type(own).__name__}: {own}. "
-        f"The sample was passed as {len(call.args)} positional and {len(call.kwargs)} keyword arguments."
+        f"The sample was passed as {len(call.args)} positional and {len(call.kwargs)} keyword arguments.{only}"
     )
