@@ -415,6 +415,36 @@ def test_lengths_over_which_forward_loops_are_planned_when_they_come_often(
     assert sum("attach the encoder" in line and "8th time" in line for line in caplog.messages) == 1
 
 
+class Boxes(nn.Module):
+    """Loops over the boxes of each image, behind layers whose backwards take much memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(5)])
+
+    def forward(self, x: torch.Tensor, boxes: list[int]) -> torch.Tensor:
+        x, found = self.layers(x), []
+        for image, count in zip(x, boxes, strict=True):
+            if image.mean().item() < 9:
+                found += [(image[:, k:] * (k + 1)).square().mean() for k in range(count)]
+        return torch.stack(found).sum()
+
+
+def test_steps_that_are_not_worth_a_plan_leave_the_room_that_backwards_took_in_others() -> None:
+    torch.manual_seed(0)
+    model, x = Boxes(), randn(4, 8, 24, 24, seed=0)
+    handle = attach(model, "70%", costs="flops", cache=False)
+    for k in range(1, 9):
+        boxes = [k, 2, 9 - k, k % 3]
+        if k <= MOST_ALONE:
+            model(x, boxes).backward()
+            assert handle.plan is not None
+        else:
+            assert measure_peak(lambda boxes=boxes: model(x, boxes).backward()) <= handle.budget  # type: ignore[misc]
+            assert handle.plan is None
+        model.zero_grad()
+
+
 def test_sizes_of_the_same_operations_are_planned_at_once() -> None:
     """However many come: no loop is over them."""
     torch.manual_seed(0)
