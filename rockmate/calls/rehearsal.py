@@ -246,11 +246,11 @@ def _loss(roots: list[torch.Tensor], loss_memory: int | None) -> torch.Tensor:
 def _computed_from(tensors: list[torch.Tensor]) -> set[tuple[Any, ...]]:
     """What ``tensors`` are computed from: results of autograd's nodes, each as a node and a number."""
     found: set[tuple[Any, ...]] = set()
-    left = [get_gradient_edge(t).node for t in tensors]
+    left: list[Any] = [get_gradient_edge(t).node for t in tensors]
     while left:
         new = {edge for edge in left.pop().next_functions if edge[0] is not None} - found
         found |= new
-        left += [node for node, _ in new]
+        left += (node for node, _ in new)
     return found
 
 
