@@ -172,10 +172,10 @@ class Followed:
 
     def _comes_late(self, kind: CallKind) -> bool:
         """Whether a call that begins now is of a kind that is not worth a plan yet, since kinds have little in common:
-        to observe and to plan a step takes longer than many steps.
+        to observe and to plan a step takes longer than many steps. One is observed, which tells what backwards take.
         """
         observed = sum(bool(other.known) for other in self.kinds.values())
-        if kind.known or self.front.rehearses or not MOST_ALONE <= self._alone > observed / 2:
+        if kind.known or self.front.rehearses or not (observed and MOST_ALONE <= self._alone > observed / 2):
             return False
         kind.unplanned += 1
         if kind.unplanned >= MOST_USES:
