@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from rkgb.errors import UnsupportedError
@@ -230,14 +231,27 @@ def _train(step: Callable[[], Any], read: list[int] | None, loss_memory: int | N
 
 
 def _loss(roots: list[torch.Tensor], loss_memory: int | None) -> torch.Tensor:
-    """A number with gradients for all outputs; a number among these is the loss."""
-    numbers = [t for t in roots if t.numel() == 1 and t.dim() == 0]
-    if numbers and len(roots) > len(numbers):
+    """A number with gradients for all outputs; one among these is the loss of the outputs that it is computed from."""
+    numbers = [t for t in roots if t.dim() == 0]
+    below = _computed_from(numbers)
+    read = [t for t in roots if t.dim() == 0 or get_gradient_edge(t)[:2] not in below]
+    if len(read) == len(numbers) < len(roots):
         return torch.stack([t.real.to(torch.float64) if t.is_complex() else t.double() for t in numbers]).sum()
-    size = sum(t.numel() * max(4, t.element_size()) for t in roots)
+    size = sum(t.numel() * max(4, t.element_size()) for t in read)
     room = USUAL_ROOM * size if loss_memory is None else loss_memory
-    loss: torch.Tensor = _Loss.apply(room, size if loss_memory is None else 0, *roots)
+    loss: torch.Tensor = _Loss.apply(room, size if loss_memory is None else 0, *read)
     return loss
+
+
+def _computed_from(tensors: list[torch.Tensor]) -> set[tuple[Any, ...]]:
+    """What ``tensors`` are computed from: results of autograd's nodes, each as a node and a number."""
+    found: set[tuple[Any, ...]] = set()
+    left: list[Any] = [get_gradient_edge(t).node for t in tensors]
+    while left:
+        new = {edge for edge in left.pop().next_functions if edge[0] is not None} - found
+        found |= new
+        left += (node for node, _ in new)
+    return found
 
 
 class _Loss(torch.autograd.Function):

@@ -172,10 +172,10 @@ class Followed:
 
     def _comes_late(self, kind: CallKind) -> bool:
         """Whether a call that begins now is of a kind that is not worth a plan yet, since kinds have little in common:
-        to observe and to plan a step takes longer than many steps.
+        to observe and to plan a step takes longer than many steps. One is observed, which tells what backwards take.
         """
         observed = sum(bool(other.known) for other in self.kinds.values())
-        if kind.known or self.front.rehearses or not MOST_ALONE <= self._alone > observed / 2:
+        if kind.known or self.front.rehearses or not (observed and MOST_ALONE <= self._alone > observed / 2):
             return False
         kind.unplanned += 1
         if kind.unplanned >= MOST_USES:
@@ -198,11 +198,11 @@ class Followed:
             assert isinstance(terms.budget, Budget) and terms.budget.share is not None
             return Online(None, FIRST * float(terms.budget.share), left)
         budget = max(0, budget - terms.steps.held())
-        if not kind.known:
-            limit = int(FIRST * max(0, budget - sum(self.front.bytes_of_missing_gradients().values())))
-        else:
-            backwards = (node.backward for k in kind.known for node in k.found.problem.nodes if node.backward)
-            limit = max(budget - max((backward.peak for backward in backwards), default=0), budget // 8)
+        limit = int(FIRST * max(0, budget - sum(self.front.bytes_of_missing_gradients().values())))
+        known = kind.known or [k for other in self.kinds.values() for k in other.known if kind.unplanned]
+        if known:  # of others, if it is not worth a plan yet
+            below = max(budget - max(k.backward_peak for k in known), budget // 8)
+            limit = below if kind.known else min(limit, below)
         return Online(limit, left=left)
 
     def _otherwise(self, kind: CallKind, known: Known, turn: Turn, tape: Tape, index: int, slot: Slot | None) -> Policy:

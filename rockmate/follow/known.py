@@ -172,6 +172,11 @@ class Known:
     def eager_peak(self) -> int:
         return eager_peak_of(self.found.problem)
 
+    @cached_property
+    def backward_peak(self) -> int:
+        """Bytes that a moment of the backward takes at most, beside followed data."""
+        return max((node.backward.peak for node in self.found.problem.nodes if node.backward), default=0)
+
     @property
     def places(self) -> tuple[str, ...]:
         """The user's source line of each node of ``found.problem``."""

@@ -599,3 +599,33 @@ def test_outputs_in_attributes_are_planned_for_ahead_of_the_first_step() -> None
             loss.backward()
     for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+class Auxiliary(OwnGenerator):
+    """Returns a number beside the output, which is computed from the first layers alone, or from the output."""
+
+    def __init__(self, of_output: bool) -> None:
+        super().__init__()
+        self.of_output = of_output
+
+    def forward(self, x: torch.Tensor) -> Any:
+        early = self.between(2, F.gelu(self.layers[0](x)))
+        y = early
+        for layer in self.layers[1:]:
+            y = F.gelu(layer(y))
+        return y, (y if self.of_output else early).square().mean()
+
+
+@pytest.mark.parametrize("of_output", [False, True])
+def test_a_number_is_the_loss_of_those_outputs_only_that_it_is_computed_from(of_output: bool) -> None:
+    torch.manual_seed(0)
+    model = Auxiliary(of_output)
+    handle = rockmate.attach(model, "70%", sample=X, costs="flops", cache=False)
+
+    def step() -> None:
+        y, number = model(X)
+        (number if of_output else number + y.square().mean()).backward()
+
+    for _ in range(2):
+        assert 0.6 * handle.budget < measure_peak(step, "cpu") <= handle.budget
+        model.zero_grad()

@@ -397,7 +397,7 @@ def test_lengths_over_which_forward_loops_are_planned_when_they_come_often(
     model = Steps(counts)
     eager = copy.deepcopy(model)
     handle = attach(model, "90%", costs="flops", cache=False)
-    first = MOST_ALONE if counts else MANY_LENGTHS
+    first = MOST_ALONE if counts else MANY_LENGTHS + 1
     lengths = [12, *(3 + k for k in range(first + 1)), *[11] * (MOST_USES + 1)]
     plans = []
     for k, length in enumerate(lengths):
@@ -413,6 +413,37 @@ def test_lengths_over_which_forward_loops_are_planned_when_they_come_often(
     assert handle.reason
     assert counts or LOOPS in handle.reason
     assert sum("attach the encoder" in line and "8th time" in line for line in caplog.messages) == 1
+
+
+class Boxes(nn.Module):
+    """Loops over boxes, behind layers whose backwards take much memory; ``counts`` as in ``Steps``."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(5)])
+        self.counts, self.seen = counts, 0.0
+
+    def forward(self, x: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        if self.counts:
+            self.seen = x.mean().item()
+        return torch.stack([(x[:, :, k:] * (k + 1)).square().mean() for k in range(len(boxes))]).sum()
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["captured", "followed"])
+def test_steps_that_are_not_worth_a_plan_leave_the_room_that_backwards_took_in_others(counts: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Boxes(counts), randn(4, 8, 24, 24, seed=0)
+    handle = attach(model, 540000, costs="flops", cache=False)
+    first = MOST_ALONE if counts else MANY_LENGTHS + 1
+    for k in range(1, first + 4):
+        boxes = torch.zeros(k)
+        if k <= first:
+            model(x, boxes).backward()
+        else:
+            assert measure_peak(lambda boxes=boxes: model(x, boxes).backward()) <= handle.budget  # type: ignore[misc]
+        assert (handle.plan is not None) == (k <= first)
+        model.zero_grad()
 
 
 def test_sizes_of_the_same_operations_are_planned_at_once() -> None:
