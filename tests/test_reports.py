@@ -154,6 +154,25 @@ def test_choices_add_up_to_the_plan(plan: Plan) -> None:
     assert all(0 <= c.kept <= c.all for c in choices)
 
 
+@pytest.mark.parametrize("clock", ["warm", "host"])
+def test_times_of_blocks_add_up_to_the_overhead(plan: Plan, clock: str) -> None:
+    """Also where what runs again takes less than its time. 32.4 % stood below a headline of 27.1 %."""
+    nodes = tuple(replace(n, warm=n.time // 3) if n.rerun else n for n in plan.problem.nodes)
+    problem = replace(plan.problem, nodes=nodes) if clock == "warm" else plan.problem
+    overhead = walk(problem, plan.schedule).overhead if clock == "warm" else plan.predicted_overhead / 2
+    assert 0 < overhead < plan.predicted_overhead
+    text = str(replace(plan, problem=problem, predicted_overhead=overhead))
+    headline = re.search(r"predicted overhead +([\d.]+) %", text)
+    shares = re.findall(r" ([+-][\d.]+) %( each)?", text.split("\n\n")[1])
+    assert headline and len(shares) >= 1
+    total = sum(c.time for c in block_choices(problem, plan.schedule, overhead)) / problem.eager_time
+    assert abs(total - overhead) < 1e-3 and f"{100 * overhead:.1f}" == headline[1]
+    if not any(each for _, each in shares):
+        assert abs(sum(float(share) for share, _ in shares) - 100 * overhead) <= 0.05 * (len(shares) + 1)
+    if clock == "warm":
+        assert block_choices(problem, plan.schedule) == block_choices(problem, plan.schedule, overhead)
+
+
 def test_choices_of_the_two_extremes(plan: Plan) -> None:
     keep = block_choices(plan.problem, keep_everything(plan.problem))
     assert all(c.kept == c.all and c.reruns == 0 and c.time == 0 for c in keep)
@@ -343,7 +362,7 @@ def test_neighbours_that_are_treated_alike_share_a_line() -> None:
 
 def test_long_tables_say_what_they_leave_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     many = tuple(BlockChoice(0, 1, k, 100, 1, 10) for k in range(MOST_LINES + 7))
-    monkeypatch.setattr("rockmate.planning.report.block_choices", lambda problem, schedule: many)
+    monkeypatch.setattr("rockmate.planning.report.block_choices", lambda *of: many)
     lines = block_table(plan.problem, plan.schedule).splitlines()
     assert len(lines) == MOST_LINES + 2
     assert lines[-1] == "… and 7 lines more: print(plan.program()), or rockmate plan … --program, has every step"

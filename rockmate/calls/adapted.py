@@ -15,6 +15,7 @@ from rockmate.calls.observe import Observer
 from rockmate.calls.runnable import Runnable, as_before, make_first, program_of
 from rockmate.calls.terms import Terms
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
+from rockmate.planning.least import least_share
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planner
 from rockmate.planning.problem import Room
@@ -115,6 +116,11 @@ def _least_of(
     if not terms.least:
         observer.refused, first = refused, runnable.plan.budget
         more = _FIRST.format(show_at_least(first)) if first > problem.min_budget and not runnable.plan.room.seen else ""
+        supposed, seen = runnable.planner.eager_peak, refused.eager_peak
+        if not runnable.plan.room.seen and terms.settled and terms.settled[1] in (supposed, seen):
+            needed = (first, supposed), (problem.min_budget, seen)  # a share is one of each in turn
+            least, eager = max(needed, key=lambda pair: pair[0] / max(1, pair[1]))
+            more += f' As a share of eager\'s peak, given from the start, "{least_share(least, eager)}" has a plan.'
         raise InfeasibleBudgetError(f"{problem}{more}", problem.min_budget)
     found = refused.with_auto_solver().plan(problem.min_budget)
     return dataclasses.replace(runnable, planner=refused, plan=found, program=program_of(found))

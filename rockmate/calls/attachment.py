@@ -152,10 +152,12 @@ class Attachment(Handle, OwnCall):
         except UnsupportedError as error:
             return self._run_unplanned(model, call, error)
         self._begin_step(call.tensors)
-        if self._followed is not None:
-            return self._followed.run(model, call)
-        if not self.only_plans and (kind := self._roomy.kind(model, call)) is not None:
+        followed = self._followed is not None
+        if not self.only_plans and (kind := self._roomy.kind(model, call, followed)) is not None:
             return self._roomy.run_own(kind, model, call)
+        if self._followed is not None:
+            self.ran_freely = False
+            return self._followed.run(model, call)
         if self._failing and not self.only_plans and (failing := self._kind_of(call)) in self._failing:
             result = self._roomy.held(model, call)
             self._failing.discard(failing)

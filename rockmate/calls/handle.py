@@ -139,10 +139,13 @@ class Handle(Front):
     def plans(self) -> list[PlannedCall]:
         """All kinds of calls so far, each under a name of its own, those of the last call first."""
         self._check_place()
+        made: list[tuple[float, tuple[str, ...], Plan | FollowedPlan | None]]
         if self._followed is not None:
-            return named((k, call, plan) for k, (call, plan) in enumerate(self._followed.plans))
+            made = [(k, call, plan) for k, (call, plan) in enumerate(self._followed.plans)]
+        else:
+            made = [(v.number, v.plan.call, v.plan) for v in self.cache.plans()]
         free = (rough.call for calls in self._free_calls() for rough in calls.measured())
-        return named([*((v.number, v.plan.call, v.plan) for v in self.cache.plans()), *((inf, c, None) for c in free)])
+        return named([*made, *((inf, call, None) for call in free)])
 
     def _free_calls(self) -> list[FreeCalls]:
         """What is known of calls for which the budget does not bind."""
@@ -237,7 +240,8 @@ class Handle(Front):
         """
         if self._detached:
             raise InputError(f"{self.name} was detached, and its plans are gone: use rockmate.frontier(model, sample)")
-        if (plans := self._followed or self.last) is not None:
+        followed = self._followed if self._followed is not None and self._followed.last is not None else None
+        if (plans := followed or self.last) is not None:
             found = plans.frontier()
             return replace(found, call=line_of_call(self.planned.call)) if len(self.plans) > 1 else found
         if self._free is not None:
@@ -287,7 +291,7 @@ class Handle(Front):
             return ": detached" if self._detached else ": runs as it is, as a warning said"
         if self.plan is not None:
             return ""
-        if self._followed is not None:
+        if self._followed is not None and not self.ran_freely:
             return "; none for what the last call computed, which is new or fits no plan"
         if any(calls.binding for calls in self._free_calls()):
             return ": a step was measured, and the next one like it is planned"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class RoomyCalls(FreeCalls):
     def __init__(self, front: Front) -> None:
         super().__init__(front, FAR)
         self._nodes: Counter[Hashable] = Counter()  # that autograd recorded in calls that were measured, by kinds
-        self._planned: set[Hashable] = set()  # calls that are none, and stay so under this budget
+        self._planned: set[Hashable] = set()  # calls that are none, and stay so under this budget; followed or not
         self._exceeded: set[Hashable] = set()  # calls whose steps took more than the budget
 
     def clear(self) -> None:
@@ -71,10 +72,10 @@ class RoomyCalls(FreeCalls):
         """Whether a step of such a ``call`` took more than the budget."""
         return bool(self._exceeded) and (call_key(call.leaves, call.spec), model.training) in self._exceeded
 
-    def kind(self, model: torch.nn.Module, call: Call) -> Hashable | None:
-        """The kind of a call that may take far less than the budget; None for all others."""
+    def kind(self, model: torch.nn.Module, call: Call, followed: bool) -> Hashable | None:
+        """The kind of a call that may take far less than the budget; None for all others. ``followed``: others are."""
         terms, device = self.front.terms, self.front.device(call.tensors)
-        if terms.always or terms.options.compile:
+        if terms.always or terms.options.compile or (followed and terms.asked.share is not None):
             return None
         called = call_key(call.leaves, call.spec), model.training
         budget = terms.bytes_known(device)
@@ -83,12 +84,14 @@ class RoomyCalls(FreeCalls):
             self.note((called, trained), _extent(model, call, trained))
             self.binding.add((called, trained))
             return None
-        if called in self._planned:
+        if (called, followed) in self._planned:
             return None
-        kind = self._kind(model, call, called, FAR * budget)
+        kind = self._kind(model, call, called, FAR * budget, followed)
         return kind if kind is not None and self.fits_beside(kind) else None
 
-    def _kind(self, model: torch.nn.Module, call: Call, called: Hashable, most: float) -> Hashable | None:
+    def _kind(
+        self, model: torch.nn.Module, call: Call, called: Hashable, most: float, followed: bool
+    ) -> Hashable | None:
         """The kind of a call that may take ``most`` bytes or less; None for all others."""
         parameters = list(model.parameters())
         trained = tuple(p.nbytes for p in parameters if p.requires_grad)
@@ -101,15 +104,18 @@ class RoomyCalls(FreeCalls):
         extent = _extent(model, call, trained)
         there = made + sum(t.nbytes for t in (*parameters, *call.tensors) if t.layout == torch.strided)
         larger = next((kind for kind in self.larger(extent) if self.is_known(kind, made)), None)
-        peak = (
-            self._supposed(extent, AT_FIRST * there + self.front.terms.declared)
-            if larger is None
-            else self.spacious[larger].peak
-        )
+        if larger is not None:
+            peak: float = self.spacious[larger].peak
+        elif followed:
+            peak = self._supposed(extent, inf)
+            if peak < inf and not self._binds(extent):  # it is held within the budget as well where it is measured
+                peak = min(peak, most)
+        else:
+            peak = self._supposed(extent, AT_FIRST * there + self.front.terms.declared)
         if peak > most or kind in self.binding or self._covers_binding(extent):
             if len(self._planned) >= MOST_KINDS:
                 self._planned.clear()
-            self._planned.add(called)  # as long as the budget stays, such calls are not asked about again
+            self._planned.add((called, followed))  # as long as the budget stays, such calls are not asked about again
             return None
         if larger is None and not self.may_measure:
             return None
@@ -127,13 +133,19 @@ class RoomyCalls(FreeCalls):
         """Whether smaller calls exceed the budget."""
         return any(extent.covers(self.extents[kind]) for kind in self.binding if kind in self.extents)
 
+    def _binds(self, extent: Extent) -> bool:
+        """Whether calls of the same form, smaller or larger, exceed the budget."""
+        known = (self.extents[kind] for kind in self.binding if kind in self.extents)
+        return any(other.sizeless == extent.sizeless for other in known)
+
     def _supposed(self, call: Extent, at_first: float) -> float:
-        """Bytes that a call is supposed to take: the square of its growth over one that was measured."""
-        found = []
+        """Bytes that a call is supposed to take: the square of its growth over one that was measured, all tensors
+        together. Else a few more boxes beside an image would count as many more images.
+        """
+        found, now = [], sum(call.counts or ())
         for kind, seen in self.extents.items():
             if kind in self.spacious and seen.sizeless == call.sizeless:
-                pairs = zip(call.counts or (), seen.counts or (), strict=True)
-                growth = max([1.0, *(now / max(1, was) for now, was in pairs)])
+                growth = max(1.0, now / max(1, sum(seen.counts or ())))
                 found.append(self.spacious[kind].peak * growth**2)
         return min(found, default=at_first)
 

@@ -239,5 +239,6 @@ def _values_of_plan(made: Plan | FollowedPlan) -> dict[str, Any]:
     if not isinstance(made, Plan):
         return values
     values |= {name: getattr(made, name) for name in ("status", "gap", "solver", "setup_seconds")}
-    blocks = [dataclasses.asdict(choice) for choice in block_choices(made.problem, made.schedule)]
+    choices = block_choices(made.problem, made.schedule, made.predicted_overhead)
+    blocks = [dataclasses.asdict(choice) for choice in choices]
     return {**values, "blocks": blocks}

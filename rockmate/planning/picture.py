@@ -40,6 +40,7 @@ class Drawn:
     s: S_graph
     problem: Problem
     schedule: Schedule
+    overhead: float
 
     @cached_property
     def makers(self) -> dict[int, int]:
@@ -51,7 +52,7 @@ class Drawn:
 
     @cached_property
     def choices(self) -> tuple[BlockChoice, ...]:
-        return block_choices(self.problem, self.schedule)
+        return block_choices(self.problem, self.schedule, self.overhead)
 
     @cached_property
     def peak(self) -> tuple[int, str]:
@@ -141,7 +142,7 @@ def _stripes(inside: Sequence[Fate]) -> tuple[str, str]:
 def _share(drawn: Drawn, choice: BlockChoice) -> str:
     """The time of what runs again, as a share of the step."""
     eager = drawn.problem.eager_time
-    return f"+{100 * choice.time / eager:.1f} %" if eager else format_time(choice.time)
+    return f"{100 * choice.time / eager:+.1f} %" if eager else format_time(choice.time)
 
 
 def _add_block(picture: Any, drawn: Drawn, b: int, alike: Sequence[int]) -> tuple[list[str], str]:

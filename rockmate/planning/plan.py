@@ -210,7 +210,7 @@ class Plan(PlanFields):
         from rockmate.planning.picture import Drawn, draw_plan  # imported where a picture is asked for
 
         return draw_plan(
-            Drawn(self.graph.s, self.problem_with_usual_loss(), self.schedule),
+            Drawn(self.graph.s, self.problem_with_usual_loss(), self.schedule, self.predicted_overhead),
             f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer",
             f"without recomputation {show_bytes(self.eager_peak)} · nodes: {len(self.problem.nodes)}, "
             f"runs again: {self.recomputed}",
@@ -284,11 +284,11 @@ class Plan(PlanFields):
         return facts + [("note", n) for n in self.graph.s.d.notes]
 
     def __str__(self) -> str:
-        return f"{text_of_facts(self._facts())}\n\n{block_table(self.problem, self.schedule)}"
+        return f"{text_of_facts(self._facts())}\n\n{block_table(self.problem, self.schedule, self.predicted_overhead)}"
 
     def _repr_html_(self) -> str:
         """A notebook shows the summary as tables."""
-        rows, left_out = block_rows(self.problem, self.schedule)
+        rows, left_out = block_rows(self.problem, self.schedule, self.predicted_overhead)
         more = f"<p>{left_out}</p>" if left_out else ""
         return html_facts(self._facts()) + html_table(rows, left=[len(rows[0]) - 1]) + more
 

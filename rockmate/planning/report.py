@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from rockmate.budget import show_bytes
-from solvers import Bwd, Del, Loss, Problem, Run, Schedule, keep_everything
+from solvers import Bwd, Del, Loss, Problem, Run, Schedule, keep_everything, walk
 from solvers.tables import text_table
 
 
@@ -69,8 +69,8 @@ class BlockChoice:
 
     ``kept``: bytes of its data that are there when the forward phase is over; ``all``: the same if nothing is run
     again, which is less where small data are kept that would be freed, to compute large ones from. ``reruns``: how many
-    nodes run again, each time counted; ``time``: their nanoseconds. ``first`` and ``last``: the names of its outermost
-    nodes.
+    nodes run again, each time counted; ``time``: the nanoseconds that the step takes more for them. ``first`` and
+    ``last``: the names of its outermost nodes.
     """
 
     kind: int
@@ -83,9 +83,14 @@ class BlockChoice:
     last: str = field(default="", compare=False)
 
 
-def block_choices(problem: Problem, schedule: Schedule) -> tuple[BlockChoice, ...]:
-    """One choice a block, in order."""
+def block_choices(problem: Problem, schedule: Schedule, overhead: float | None = None) -> tuple[BlockChoice, ...]:
+    """One choice a block, in order. ``overhead``: of the step, which the blocks share; None for what ``walk`` finds.
+    A node that runs again may take less than its ``time``: its inputs are in the caches, or the device waits anyway.
+    """
     ours, eager = fates(problem, schedule), fates(problem, keep_everything(problem))
+    more = (walk(problem, schedule).overhead if overhead is None else overhead) * problem.eager_time
+    times = [node.time * len(fate.again) for node, fate in zip(problem.nodes, ours, strict=True)]
+    part = more / (sum(times) or 1)
     return tuple(
         BlockChoice(
             block.kind,
@@ -93,7 +98,7 @@ def block_choices(problem: Problem, schedule: Schedule) -> tuple[BlockChoice, ..
             sum(fate.kept for fate in ours[block.start : block.stop]),
             sum(fate.kept for fate in eager[block.start : block.stop]),
             sum(len(fate.again) for fate in ours[block.start : block.stop]),
-            sum(problem.nodes[i].time * len(ours[i].again) for i in range(block.start, block.stop)),
+            round(part * sum(times[block.start : block.stop])),
             problem.nodes[block.start].name,
             problem.nodes[block.stop - 1].name,
         )
@@ -101,7 +106,9 @@ def block_choices(problem: Problem, schedule: Schedule) -> tuple[BlockChoice, ..
     )
 
 
-def block_rows(problem: Problem, schedule: Schedule) -> tuple[list[tuple[str, ...]], str]:
+def block_rows(
+    problem: Problem, schedule: Schedule, overhead: float | None = None
+) -> tuple[list[tuple[str, ...]], str]:
     """The choices as rows of a table, titles first, and what is to be said behind them of lines that were left out.
 
     Neighbours that are treated alike share a line.
@@ -109,12 +116,12 @@ def block_rows(problem: Problem, schedule: Schedule) -> tuple[list[tuple[str, ..
     rows: list[tuple[str, ...]] = [
         ("blocks", "class", "nodes", "keeps", "instead of", "runs again", "time", "from … to")
     ]
-    choices = block_choices(problem, schedule)
+    choices = block_choices(problem, schedule, overhead)
     for choice, group in groupby(enumerate(choices), key=lambda pair: pair[1]):
         blocks = [b for b, _ in group]
         name = f"{blocks[0]}" if len(blocks) == 1 else f"{blocks[0]}–{blocks[-1]}"
         share = choice.time / problem.eager_time if problem.eager_time else 0.0
-        time = f"+{100 * share:.1f} %" if choice.reruns else ""
+        time = f"{100 * share:+.1f} %" if choice.reruns else ""
         if choice.reruns and len(blocks) > 1:
             time += " each"
         sizes = (show_bytes(choice.kept), show_bytes(choice.all))
@@ -125,6 +132,6 @@ def block_rows(problem: Problem, schedule: Schedule) -> tuple[list[tuple[str, ..
     return rows[: MOST_LINES + 1], more if left_out > 0 else ""
 
 
-def block_table(problem: Problem, schedule: Schedule) -> str:
-    rows, left_out = block_rows(problem, schedule)
+def block_table(problem: Problem, schedule: Schedule, overhead: float | None = None) -> str:
+    rows, left_out = block_rows(problem, schedule, overhead)
     return text_table(rows, left=[len(rows[0]) - 1]) + (f"\n{left_out}" if left_out else "")

@@ -446,3 +446,44 @@ def test_an_error_of_the_model_is_no_defect_of_a_capture() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         model(randn(128, 15, seed=1))
     small_loss(model)
+
+
+class Scored(nn.Module):
+    """Looks up ``sparse`` embeddings, and returns one loss, or with ``several`` of them, two."""
+
+    def __init__(self, *, sparse: bool, several: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.several = nn.Embedding(500, 32, sparse=sparse), several
+        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
+
+    def forward(self, head: torch.Tensor, tail: torch.Tensor) -> Any:
+        """A loss."""
+        h, t = self.embedding(head), self.embedding(tail)
+        scores = self.mlp(torch.cat([h[:, None].expand_as(t), t], -1))[..., 0]
+        loss = -(scores - (h[:, None] - t).norm(p=1, dim=-1)).sigmoid().log().mean()
+        return (loss, scores.square().mean()) if self.several else loss
+
+
+@pytest.mark.filterwarnings("ignore:Scored. no plan fits:rockmate.BudgetWarning")  # of the first step
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_least_share_is_stated_where_a_later_step_refuses_one(sparse: bool, several: bool) -> None:
+    """Only bytes were. The share holds, and the one below does not."""
+    head, tail = torch.arange(64), torch.arange(64 * 16).view(64, 16) % 500
+
+    def train(share: str) -> None:
+        model = Scored(sparse=sparse, several=several)
+        attach(model, share, costs="flops", cache=False)
+        for _ in range(4):
+            losses = model(head, tail)
+            (sum(losses) if several else losses).backward()
+            model.zero_grad()
+
+    with pytest.raises(InfeasibleBudgetError, match="As a share of eager") as refused:
+        train("40%")
+    found = re.search(r'"(\d+)%"', str(refused.value))
+    assert found
+    train(f"{found[1]}%")
+    with pytest.raises(InfeasibleBudgetError):
+        train(f"{int(found[1]) - 2}%")

@@ -7,6 +7,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -414,3 +415,93 @@ def test_a_step_that_exceeded_without_a_plan_is_planned_next(measured: bool) -> 
             h = states[-1]
             exceeded = sum("Later steps like it are planned" in str(w.message) for w in said)
     assert exceeded == 1
+
+
+class Scores(nn.Module):
+    """Computes with an image, and with each of some boxes, how many no size of the image tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(4)))
+
+    def forward(self, image: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+        y = self.body(image)
+        return y.mean() + sum(float(box.sum()) * y.amax() for box in boxes)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if r.levelno >= logging.INFO]
+
+
+def test_a_few_more_boxes_beside_an_image_are_not_many_images(caplog: pytest.LogCaptureFixture) -> None:
+    """Twelve times as many were supposed to take 144 times as much, and all that came was followed for ever."""
+    model, image = Scores(), randn(2, 8, 32, 32, seed=0)
+    peak = measure_peak(lambda: model(image, randn(12, 4, seed=0)).backward())
+    model.zero_grad()
+    handle = attach(model, 12 * peak, costs="flops", cache=False)
+    with caplog.at_level(logging.INFO, "rockmate"):
+        for n in (1, 12, 3, 8, 5):
+            model(image, randn(n, 4, seed=n)).backward()
+            model.zero_grad()
+            assert handle.ran_freely
+    assert len(logged(caplog)) == 1 and "needs no plan" in logged(caplog)[0]
+
+
+class Decides(nn.Module):
+    """Attention, and a branch for which TorchDynamo captures no one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(100, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.embedding(x)
+        if y.detach().sum() > 1e9:
+            y = y * 2
+        for _ in range(4):
+            y = torch.tanh(self.linear(torch.softmax(y @ y.transpose(1, 2), -1) @ y))
+        return y
+
+
+def lengths(model: nn.Module, *found: int) -> None:
+    for n in found:
+        model(torch.randint(100, (2, n), generator=torch.Generator().manual_seed(n))).square().mean().backward()
+        model.zero_grad()
+
+
+def test_steps_of_a_followed_model_that_stay_far_below_the_budget_are_not_planned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Their sizes were supposed to take more than a quarter of it: each new one was observed and planned."""
+    torch.manual_seed(0)
+    eager = Decides()
+    model = copy.deepcopy(eager)
+    peak = measure_peak(lambda: lengths(eager, 128))
+    handle = attach(model, 5 * peak, costs="flops", cache=False)
+    with caplog.at_level(logging.INFO, "rockmate"):
+        for n in (16, 128, 100, 120, 64):
+            lengths(model, n)
+            assert handle.ran_freely and handle.plan is None
+    assert [
+        said
+        for line in logged(caplog)
+        for said in ("needs no plan", "is followed operation by operation")
+        if said in line
+    ] == ["needs no plan", "is followed operation by operation"]
+    assert len(logged(caplog)) == 2
+    assert {known.plan for known in handle.plans} == {None} and "the budget does not bind" in repr(handle)
+    assert handle.frontier().max_budget > 0
+
+
+@pytest.mark.parametrize("part", [0.9, 2, 3])
+def test_lengths_of_a_followed_model_that_grow_stay_within_the_budget(part: float) -> None:
+    """The first of each is held within it; those that come near it are planned."""
+    torch.manual_seed(0)
+    eager = Decides()
+    budget = int(part * measure_peak(lambda: lengths(eager, 256)))
+    came = (16, 90, 128, 256, 250, 256, 16)
+    for k, n in enumerate(came):
+        model = copy.deepcopy(eager)
+        handle = attach(model, budget, costs="flops", cache=False)
+        lengths(model, *came[:k])
+        assert measure_peak(partial(lengths, model, n)) <= budget
