@@ -119,11 +119,14 @@ def internal_error(error: Exception) -> str:
     empty.
     """
     error = getattr(error, "inner_exception", error)
-    refusals = torch._dynamo.exc.TorchDynamoException, GraphError, RockmateError
-    if isinstance(error, refusals) and not isinstance(error, torch._dynamo.exc.InternalTorchDynamoError):
+    if not isinstance(error, _DEFECTS) or isinstance(error, (GraphError, RockmateError)):
         return ""
     what = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {what}" if what else type(error).__name__
+
+
+_DEFECTS = AssertionError, AttributeError, LookupError, NameError, TypeError
+"""What code raises that has a defect. TorchDynamo's errors and torch's own (RuntimeError) say what it does not do."""
 
 
 def _lines_in(trace: str) -> tuple[str, str]:

@@ -17,13 +17,14 @@ import torch
 from rkgb.device.kind import Moment
 from rkgb.sample import Call
 from rkgb.trees import tensors_of
+from rkgb.warn import warn_once
 from rockmate.budget import Budget, show_bytes
 from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.look import Look
 from rockmate.calls.reasons import LOOPS
 from rockmate.calls.surroundings import INSTEAD, warn_unplanned
 from rockmate.calls.whole_steps import Turn
-from rockmate.errors import InfeasibleBudgetError, InputError
+from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.follow.advice import ALONE, FEWER, KEEP, MOST_USES, PAD
 from rockmate.follow.checkpoints import Unchecked
 from rockmate.follow.following import following, lasting_of
@@ -180,7 +181,7 @@ class Followed:
         kind.unplanned += 1
         if kind.unplanned >= MOST_USES:
             return False
-        self._say(ALONE)
+        warn_once(f"{self.front.name}: {ALONE}", BudgetWarning)
         return True
 
     def _like(self, kind: CallKind) -> Known | None:

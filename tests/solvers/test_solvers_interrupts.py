@@ -288,7 +288,7 @@ def test_other_threads_hear_nothing() -> None:
 def test_an_interrupt_while_the_handler_changes(method: str) -> None:
     """At every line of the change, and of what it calls: handlers are put back, and the interrupt is raised."""
     code = getattr(Heeded, method).__code__
-    for at in range(1, 60):
+    for at in range(1, 200):
         left = [at]
 
         def trace(frame: Any, event: str, _: Any, left: list[int] = left) -> Any:

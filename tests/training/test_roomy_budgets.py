@@ -502,6 +502,6 @@ def test_lengths_of_a_followed_model_that_grow_stay_within_the_budget(part: floa
     came = (16, 90, 128, 256, 250, 256, 16)
     for k, n in enumerate(came):
         model = copy.deepcopy(eager)
-        handle = attach(model, budget, costs="flops", cache=False)
+        attach(model, budget, costs="flops", cache=False)
         lengths(model, *came[:k])
         assert measure_peak(partial(lengths, model, n)) <= budget
