@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from rkgb.errors import UnsupportedError
@@ -234,7 +233,7 @@ def _loss(roots: list[torch.Tensor], loss_memory: int | None) -> torch.Tensor:
     """A number with gradients for all outputs; one among these is the loss of the outputs that it is computed from."""
     numbers = [t for t in roots if t.dim() == 0]
     below = _computed_from(numbers)
-    read = [t for t in roots if t.dim() == 0 or get_gradient_edge(t)[:2] not in below]
+    read = [t for t in roots if t.dim() == 0 or (t.grad_fn, t.output_nr) not in below]
     if len(read) == len(numbers) < len(roots):
         return torch.stack([t.real.to(torch.float64) if t.is_complex() else t.double() for t in numbers]).sum()
     size = sum(t.numel() * max(4, t.element_size()) for t in read)
@@ -246,7 +245,7 @@ def _loss(roots: list[torch.Tensor], loss_memory: int | None) -> torch.Tensor:
 def _computed_from(tensors: list[torch.Tensor]) -> set[tuple[Any, ...]]:
     """What ``tensors`` are computed from: results of autograd's nodes, each as a node and a number."""
     found: set[tuple[Any, ...]] = set()
-    left: list[Any] = [get_gradient_edge(t).node for t in tensors]
+    left: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
     while left:
         new = {edge for edge in left.pop().next_functions if edge[0] is not None} - found
         found |= new
