@@ -92,6 +92,7 @@ def constant(node: Any) -> Any:
 
 
 RECURRENT = frozenset({torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu})
+NAMES_OF_RECURRENT = frozenset(function.__name__ for function in RECURRENT)
 
 
 class CastWeights:

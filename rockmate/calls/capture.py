@@ -15,10 +15,11 @@ from torch._ops import HigherOrderOperator
 
 from rkgb.errors import UnsupportedError
 from rkgb.sample import Call
+from rkgb.trace.respelled import NAMES_OF_RECURRENT
 from rkgb.warn import warn
 from rockmate.calls.captured import WRAPPED, check_operators, kind_of_source, line_of, name_of, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls
-from rockmate.calls.dynamo import RECURRENT, hide_own_warnings, new_entry, prepare
+from rockmate.calls.dynamo import hide_own_warnings, new_entry, prepare
 from rockmate.calls.effects import check_checkpoints, check_effects
 from rockmate.calls.front import Front
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
@@ -222,7 +223,7 @@ def _recurrent_in_autocast(program: fx.GraphModule) -> Iterator[fx.Node]:
                 entered += [True] if node.args[2] else []
             elif name == "_exit_autocast":
                 casts.pop()
-            elif name in RECURRENT and casts and casts[-1]:
+            elif name in NAMES_OF_RECURRENT and casts and casts[-1]:
                 yield node
 
 

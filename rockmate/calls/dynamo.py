@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from rkgb.collector import COLLECTING_RARELY
-from rkgb.trace import respelled
+from rkgb.trace.respelled import NAMES_OF_RECURRENT
 from rockmate.calls.guards import guard_what_equals_and_differs
 from rockmate.calls.unguarded import is_captured, see_what_is_not_guarded, wrap
 
@@ -133,16 +133,12 @@ def new_entry() -> Callable[..., Any]:
 _numbers = itertools.count()
 
 
-RECURRENT = tuple(function.__name__ for function in respelled.RECURRENT)
-"""Names of the operations."""
-
-
 def know_sizes_of_recurrent_layers() -> None:
     """From now on, where a call of ours is captured, recurrent operations on tensors without memory are one operation.
 
     torch's decompositions make one for each step in time. That takes seconds, and a capture serves one length only.
     """
-    for name in RECURRENT:
+    for name in NAMES_OF_RECURRENT:
         operator = getattr(torch.ops.aten, name).input
         kernels: dict[Any, Callable[..., Any]] = operator.py_kernels
         for key, kernel in kernels.items():

@@ -176,7 +176,8 @@ class Followed:
         to observe and to plan a step takes longer than many steps. One is observed, which tells what backwards take.
         """
         observed = sum(bool(other.known) for other in self.kinds.values())
-        if kind.known or self.front.rehearses or not (observed and MOST_ALONE <= self._alone > observed / 2):
+        apart = observed > 0 and self._alone >= MOST_ALONE and 2 * self._alone > observed
+        if kind.known or self.front.rehearses or not apart:
             return False
         kind.unplanned += 1
         if kind.unplanned >= MOST_USES:

@@ -7,7 +7,7 @@ from math import ceil
 from rkgb.blocks.fingerprint import describe_inputs
 from rkgb.Ktools import K_graph
 from rkgb.nodes import Node
-from rkgb.trace.respelled import RECURRENT
+from rkgb.trace.respelled import NAMES_OF_RECURRENT
 from rockmate.budget import show_at_least, show_at_most, show_bytes
 from rockmate.planning.plan import line_of_call
 from solvers import Bwd, Problem, Run, Step
@@ -17,8 +17,6 @@ MOST = 0.75
 
 _LAYERS = 4
 """The place of ``num_layers`` among the arguments of recurrent operations."""
-
-_RECURRENT = frozenset(function.__name__ for function in RECURRENT)
 
 SAME = 0.99
 """From this share of eager's peak on, there is nothing to save."""
@@ -92,7 +90,7 @@ def _alone(k: K_graph, problem: Problem, least: int, at: Step | None) -> str:
     alone = takes + sum(problem.data[d].size for d in reads)
     if alone < MOST * least:
         return ""
-    layers = op.args[_LAYERS] if op.name in _RECURRENT else 1
+    layers = op.args[_LAYERS] if op.name in NAMES_OF_RECURRENT else 1
     split = (
         f" Its {layers} layers are one operation of torch's: with a module for each (num_layers=1), each can run again "
         "by itself, and a smaller budget has a plan."

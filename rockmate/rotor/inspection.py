@@ -104,9 +104,8 @@ def measure_chain(
         left = stage.parameter_gradients - added
         stages.append(replace(stage, backward_peak=stage.backward_peak + added, parameter_gradients=left))
         there |= made.keys()
-    return Chain(
-        tuple(reversed(stages)), tuple(values), of_output, _LOSS_OUTPUTS * floats + copies + max(0, floats - of_output)
-    )
+    loss = _LOSS_OUTPUTS * floats + copies + max(0, floats - of_output)
+    return Chain(tuple(reversed(stages)), tuple(values), of_output, loss)
 
 
 class Probe:

@@ -49,7 +49,7 @@ class Chain:
 
     ``values``: for each of x_0..x_L its storages as (identity, bytes); values that share memory share identities.
     Memory of the caller (x_0, parameters) has 0 bytes. ``output_gradient``: bytes of the gradient of x_L. ``loss``: the
-    most other bytes that code behind the chain allocates. ``unit``: of a slot, in text. Raises ``ProblemError``.
+    most other bytes that code behind the chain allocates. ``unit``: bytes of a printed slot. Raises ``ProblemError``.
     """
 
     stages: tuple[Stage, ...]
@@ -65,9 +65,8 @@ class Chain:
             if not 0 <= s.tail <= s.forward_time:
                 raise ProblemError(f"stage {i} ({s.name}): tail is {s.tail}, no part of forward_time, {s.forward_time}")
             if s.stop_peak > s.forward_peak:
-                raise ProblemError(
-                    f"stage {i} ({s.name}): stop_peak, {s.stop_peak}, is more than forward_peak, {s.forward_peak}"
-                )
+                peaks = f"stop_peak is {s.stop_peak} bytes, forward_peak {s.forward_peak}"
+                raise ProblemError(f"stage {i} ({s.name}): a run that stops allocates no more than a full one: {peaks}")
 
     verify = __post_init__
 

@@ -211,7 +211,7 @@ def test_chains_that_cannot_be() -> None:
     for tail in (2, -1):
         with pytest.raises(ProblemError, match=f"tail is {tail}, no part of forward_time, 1"):
             replace(homogeneous(1), stages=(replace(stage, tail=tail),))
-    with pytest.raises(ProblemError, match="stop_peak, 9, is more than forward_peak, 2"):
+    with pytest.raises(ProblemError, match="stop_peak is 9 bytes, forward_peak 2"):
         replace(homogeneous(1), stages=(replace(stage, stop_peak=9),))
 
 
