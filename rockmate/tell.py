@@ -91,7 +91,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def planned_line(what: str, call: tuple[str, ...], plan: Plan, number: int, before: tuple[str, ...] | None) -> str:
-    """What is said of plan ``number`` of the model ``what``. ``before``: the call that the plan before is for."""
+    """What is said of plan ``number`` of the model ``what``. ``before``: of the calls that came before, the one most
+    like ``call``.
+    """
     line = (
         f"planned {what} in {sum(plan.setup_seconds.values()):.1f} s{_loaded(plan)} for {line_of_call(call)}: "
         f"predicted peak {show_bytes(plan.predicted_peak)}, budget {show_bytes(plan.budget)}, "

@@ -150,7 +150,7 @@ class CapturedCalls(PlansOfCalls):
         ways: PlannedWays | None = runnable.derived.get("ways")
         if ways is None or ways.waits != waits_of(runnable):
             ways = runnable.derived["ways"] = PlannedWays(runnable, self.front)
-        turn = steps.take(key, ways, self.front.name, after)
+        turn = steps.take(key, ways, after)
         return turn, ways.placed(turn.way)
 
     def _adapted(self, runnable: Runnable, inputs: list[torch.Tensor]) -> Runnable:

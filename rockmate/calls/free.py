@@ -199,7 +199,7 @@ class FreeCalls:
     def run(self, kind: Hashable, call: Callable[[], Any], look: FreeLook | None = None) -> Any:
         """What ``call`` returns, which is of this ``kind``, and has a turn in its step. ``look``: at this call."""
         steps = self.front.terms.steps
-        turn = steps.take(kind, self._rough[kind], self.front.name)
+        turn = steps.take(kind, self._rough[kind])
         if look is not None:
             look.turn = turn
         self.front.ran_freely = True

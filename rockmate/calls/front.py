@@ -69,7 +69,6 @@ class Front:
         self.short = 1.0
         self.saved: SavedPlan | None = None
         self._made = 0
-        self._before: tuple[str, ...] | None = None
         self._came: dict[tuple[str, ...], dict[Hashable, set[Hashable]]] = {}  # calls, by what is said and by graphs
         self._others = 0  # sizes and numbers that came after the first
         self._first, self._larger = 0, False  # bytes of the first step that was planned; whether one takes more
@@ -172,8 +171,8 @@ class Front:
             self._say(f"the plan is carried over in {seconds:.1f} s to {line_of_call(plan.call)}{capture}", seconds)
         else:
             self._made += runnable.planner.saved is None
-            self.log.info("%s", planned_line(self.name, plan.call, plan, self._made, self._before))
-            self._before = plan.call
+            like = min(reversed(self._came), key=lambda call: len({*call} ^ {*plan.call}), default=None)
+            self.log.info("%s", planned_line(self.name, plan.call, plan, self._made, like))
         self._first = self._first or runnable.planner.eager_peak
         self._larger |= runnable.planner.eager_peak > self._first
         self._tell_others(plan.call, *kind)

@@ -16,7 +16,7 @@ from typing import Any
 from rkgb.warn import warn
 from rockmate.budget import show_at_least, show_at_most, show_bytes
 from rockmate.calls.look import FAILED, Look
-from rockmate.calls.whole_steps import Form, KnownStep, Turn, WholeStep, form_of, least_from_start, phases_of
+from rockmate.calls.whole_steps import Form, KnownStep, Turn, WholeStep, form_of, least_from_start, names_of, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.plan import line_of_call, some_of
 from rockmate.planning.ways import Ways, peak_of
@@ -101,7 +101,7 @@ class Steps:
         if not self.waiting():
             self._finish()
 
-    def take(self, key: Hashable, ways: Ways, name: str, after: bool = False) -> Turn:
+    def take(self, key: Hashable, ways: Ways, after: bool = False) -> Turn:
         """A call of such a kind comes: its turn, in the way in which it is to run. ``key``: of the kind, and of what
         it is expected to compute. ``after``: the ``ways`` are those where the gradients of parameters are there, as
         ``follows_a_backward`` says.
@@ -120,12 +120,12 @@ class Steps:
         budget = self.terms.budget
         way = None
         if step is not None and isinstance(budget, int):
-            way = self._planned(step, turns, ways, budget, name)
+            way = self._planned(step, turns, ways, budget)
             if way is not None and not turns and step.is_to_be_measured and Look.possible():
-                WholeStep(step, turns, ways.device, name, self._say)
+                WholeStep(step, turns, ways.device, self._say)
         if way is None and isinstance(budget, int) and self.waiting():
-            way = self._left(ways, budget, name, step)
-        turn = Turn(key, ways, way or ways.alone, name)
+            way = self._left(ways, budget, step)
+        turn = Turn(key, ways, way or ways.alone)
         turns.append(turn)
         return turn
 
@@ -158,7 +158,7 @@ class Steps:
         found = [step for form, step in self._known.items() if form.keys[: len(keys)] == keys]
         return max(found, key=lambda step: (len(step.form.keys), self._eager[step.form]), default=None)
 
-    def _planned(self, step: KnownStep, turns: Sequence[Turn], own: Ways, budget: int, name: str) -> Way | None:
+    def _planned(self, step: KnownStep, turns: Sequence[Turn], own: Ways, budget: int) -> Way | None:
         """The way for the call after ``turns``, of its ``own``; None if plans of later calls are to be known before."""
         taken, known_ways = [turn.way for turn in turns], self._ways_of(step.form)
         ways = (*known_ways[: len(taken)], own, *known_ways[len(taken) + 1 :])
@@ -177,7 +177,7 @@ class Steps:
                     return None
                 least = least_from_start(ways, phases, error.min_budget) + step.beside
                 eager = self._eager[step.form] + step.beside
-                problem = _infeasible(name, step, ways, budget, least, eager), least
+                problem = _infeasible(step, ways, budget, least, eager), least
                 if not self.terms.least and not self._may_be_another(step.form):
                     raise InfeasibleBudgetError(*problem) from None
                 step.chosen = least_of([w.within(left, tight=True) for w in ways], phases)
@@ -190,7 +190,7 @@ class Steps:
             peak = max(level(phase, step.chosen) for phase in phases) + step.beside
             if not taken and peak != step.peak:
                 step.peak, step.asked = peak, budget
-                step.tell(name)
+                step.tell()
         return step.chosen[len(taken)]
 
     def _may_be_another(self, form: Form) -> bool:
@@ -199,7 +199,7 @@ class Steps:
         """
         return not form.is_whole or any(keys[0] == form.keys[0] and keys != form.keys for keys in self._trained)
 
-    def _left(self, ways: Ways, budget: int, name: str, step: KnownStep | None) -> Way:
+    def _left(self, ways: Ways, budget: int, step: KnownStep | None) -> Way:
         """The fastest way in what those that wait leave of the budget; if there is none, that of least memory.
 
         Raises ``InfeasibleBudgetError`` instead where no plan fits the ``step`` that is expected.
@@ -216,7 +216,7 @@ class Steps:
         if step is not None and step.problem is not None:
             raise InfeasibleBudgetError(*step.problem)
         least = min(choices, key=peak_of)
-        names = " and ".join(sorted({name, *(turn.name for turn in waiting)}))
+        names = names_of([*(turn.ways for turn in waiting), ways])
         self._say(
             f"{names} {'were' if ' and ' in names else 'was'} called {len(waiting) + 1} times before a backward. What "
             f"the calls keep adds up, here to {show_bytes(held + peak_of(least))}, and the budget of "
@@ -273,14 +273,15 @@ def _shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequen
         return share([*fixed, *(w.within(budget, tight=True) for w in ways)], phases, budget)
 
 
-def _infeasible(name: str, step: KnownStep, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
+def _infeasible(step: KnownStep, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
     calls, count = "; ".join(some_of(list(dict.fromkeys(line_of_call(w.call) for w in ways)))), len(ways)
+    names = names_of(ways)
     return (
-        f"no plan fits a budget of {show_at_most(budget)} for a step in which {name} and what shares its budget are "
-        f"called {count} times before all backwards are over ({calls}): the smallest budget that the calls "
-        f"can be planned for together is {show_at_least(least)}; without recomputation the step takes "
-        f"{show_at_least(eager)}. Raise the budget, make the batch smaller, or call backward after each call "
-        f"(gradients add up). {_WITHOUT}{'' if step.measured else _UNMEASURED}"
+        f"no plan fits a budget of {show_at_most(budget)} for a step in which {names} "
+        f"{'are' if ' and ' in names else 'is'} called {count} times before all backwards are over ({calls}): the "
+        f"smallest budget that the calls can be planned for together is {show_at_least(least)}; without "
+        f"recomputation the step takes {show_at_least(eager)}. Raise the budget, make the batch smaller, or call "
+        f"backward after each call (gradients add up). {_WITHOUT}{'' if step.measured else _UNMEASURED}"
     )
 
 

@@ -27,9 +27,9 @@ class Turn:
     0 before; ``gone``: when it was seen that there will be none.
     """
 
-    def __init__(self, key: tuple[Hashable, int], ways: Ways, way: Way, name: str) -> None:
-        """``key``: of the kind of call, with how many calls of the step came before. ``name``: of the model."""
-        self.key, self.ways, self.way, self.name = key, ways, way, name
+    def __init__(self, key: tuple[Hashable, int], ways: Ways, way: Way) -> None:
+        """``key``: of the kind of call, with how many calls of the step came before."""
+        self.key, self.ways, self.way = key, ways, way
         self.at, self.began, self.gone = next(_CLOCK), 0, 0
         self._graph: weakref.ref[Any] | None = None
 
@@ -130,17 +130,23 @@ class KnownStep:
         if self.measured and self.waits != _waits(ways):
             self.beside, self.measured = 0, []
 
-    def tell(self, name: str) -> None:
+    def tell(self) -> None:
         """Say how its calls were planned, unless little has changed since that was said."""
         rough = any(w.rough for w in self.ways)  # how long such a call takes is not known
         overhead = 0.0 if rough else sum(w.time for w in self.chosen) / max(1, sum(w.eager_time for w in self.ways))
         if self.said is not None and self.said[0] == self.asked and abs(overhead - self.said[1]) <= ANOTHER_OVERHEAD:
             return
         self.said = self.asked, overhead
+        time = "" if rough else f", {100 * overhead:.1f} % more time{costly(overhead)}"
         LOG.info(
-            f"{name}: {len(self.ways)} calls of a step are planned together: predicted peak {show_bytes(self.peak)}, "
-            f"budget {show_bytes(self.asked)}{'' if rough else f', {100 * overhead:.1f} % more time{costly(overhead)}'}"
+            f"{names_of(self.ways)}: {len(self.ways)} calls of a step are planned together: predicted peak "
+            f"{show_bytes(self.peak)}, budget {show_bytes(self.asked)}{time}"
         )
+
+
+def names_of(ways: Sequence[Ways]) -> str:
+    """The names of the models whose calls these are, each once."""
+    return " and ".join(dict.fromkeys(w.owner.name for w in ways))
 
 
 def _waits(ways: Sequence[Ways]) -> tuple[Waits, ...]:
@@ -152,11 +158,9 @@ class WholeStep(StepLook):
 
     whole = True
 
-    def __init__(
-        self, step: KnownStep, turns: list[Turn], device: torch.device, name: str, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, step: KnownStep, turns: list[Turn], device: torch.device, say: Callable[[str], None]) -> None:
         super().__init__(device)
-        self.step, self.turns, self.name, self.say = step, turns, name, say
+        self.step, self.turns, self.say = step, turns, say
         self.chosen, self.predicted = list(step.chosen), step.peak
         step.looks += 1
         self.mark()
@@ -204,7 +208,7 @@ class WholeStep(StepLook):
             step.beside += peak - self.predicted
         if peak > step.asked >= self.predicted:
             self.say(
-                f"the last step of {self.name} took {show_bytes(peak)}, more than the budget of "
+                f"the last step of {names_of(step.ways)} took {show_bytes(peak)}, more than the budget of "
                 f"{show_bytes(step.asked)}, as its calls were not known well enough. Later steps like it are planned "
                 "for what this one took"
             )

@@ -140,7 +140,7 @@ class Followed:
             unsaid, self._unsaid = self._unsaid, None
             self._solve(unsaid)
         number = 0 if known is None else known.number
-        took = partial(self.front.terms.steps.take, (id(kind), number), name=self.front.name)
+        took = partial(self.front.terms.steps.take, (id(kind), number))
         if known is None:
             made = sum(self.front.bytes_of_missing_gradients().values())
             turn = took(ways=Ways(self.front, device, kind.call, Way(0, 0, 0, 0), made))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -62,12 +62,12 @@ def waits_at(forwards: Sequence[int], backwards: Sequence[tuple[int, int]]) -> t
 class Ways:
     """In which ways the calls of one kind can run: in one, as long as no plan of them is known.
 
-    ``owner``: whose parameters they use. ``device``: where they run. ``call`` in a few words. ``alone``: the way in
-    which such a call runs where it is the only one of its step. ``made``: bytes of the gradients of parameters that the
-    backward makes. ``rough``: these figures are bounds, since no plan is known.
+    ``owner``: whose parameters they use, which has a name. ``device``: where they run. ``call`` in a few words.
+    ``alone``: the way in which such a call runs where it is the only one of its step. ``made``: bytes of the gradients
+    of parameters that the backward makes. ``rough``: these figures are bounds, since no plan is known.
     """
 
-    owner: object
+    owner: Any
     device: torch.device
     call: tuple[str, ...]
     alone: Way
