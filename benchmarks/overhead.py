@@ -1,6 +1,7 @@
 """What a step under each budget takes longer than the model's own, over several processes: the demo's model, or, with
 ``--model``, some or all of those that are compared with peers (``peers_run/models.py``). ``--compile``: of plans with
-compiled pieces as well, beside those of eager kernels; that needs a compiler.
+compiled pieces as well, beside those of eager kernels; that needs a compiler. ``--channels-last``: the planned model
+and its images are in that memory format, and eager mode's, to which they are compared, are not.
 
 The same kernel takes up to a quarter longer in one step than in another by where its memory happens to lie, and two
 steps that allocate alike find the same places for as long as a process lives. So every step is given a memory laid out
@@ -8,13 +9,14 @@ anew, at random (as Stabilizer does: Curtsinger and Berger, ASPLOS 2013), steps 
 parameters change their places with the process. On one thread the processor's time is taken, which a virtual machine
 that waits for its host does not spend; on several, the clock's.
 
-python benchmarks/overhead.py [--model NAME … | --model all] [--compile] [--processes 4] [--pairs 25]
+python benchmarks/overhead.py [--model NAME … | --model all] [--compile] [--channels-last] [--processes 4] [--pairs 25]
     [--budgets 100 80 60 40] [--threads 1] [--out FILE] [--short]
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -23,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,13 @@ def task_of(options: argparse.Namespace) -> Task:
     return Task(model, (x,), lambda output: F.cross_entropy(output.flatten(0, 1), y.flatten()))
 
 
+def in_channels_last(task: Task) -> Task:
+    """The same with a copy of the model, and images, in that memory format."""
+    last = {"memory_format": torch.channels_last}
+    args = tuple(x.to(**last) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in task.args)
+    return replace(task, model=copy.deepcopy(task.model).to(**last), args=args)
+
+
 def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list[list[float]], bool, str]]:
     """For each budget: predicted overhead, logarithms of the ratios in each pair (of eager kernels, then of compiled
     pieces), whether all peaks were within it, and how many pieces there are.
@@ -82,13 +91,14 @@ def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list
     """
     torch.set_num_threads(options.threads)
     task = task_of(options)
-    model = task.model
-    for p in model.parameters():
+    model, planned = task.model, in_channels_last(task) if options.channels_last else task
+    for p in [*model.parameters(), *planned.model.parameters()]:
         p.grad = torch.zeros_like(p)
 
     def step(module: torch.nn.Module) -> None:
         module.zero_grad(set_to_none=False)
-        task.loss(module(*task.args, **task.kwargs)).backward()
+        given = task if module is model else planned
+        given.loss(module(*given.args, **given.kwargs)).backward()
 
     clock = time.process_time if options.threads == 1 else time.perf_counter
 
@@ -107,7 +117,7 @@ def in_one_process(options: argparse.Namespace) -> dict[float, tuple[float, list
         budget, compiled = int(peak * percent / 100), (False, True) if options.compile else (False,)
         how: dict[str, Any] = {"sample_kwargs": dict(task.kwargs), "cache": False}
         try:
-            ours = [Rockmate(model, task.args, budget, compile=c, **how) for c in compiled]
+            ours = [Rockmate(planned.model, planned.args, budget, compile=c, **how) for c in compiled]
         except InfeasibleBudgetError as error:
             print(f"{percent:.0f} %: {error}", file=sys.stderr, flush=True)
             continue
@@ -167,6 +177,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
         help="instead of the demo's, whose sizes the arguments above are",
     )
     parser.add_argument("--compile", action="store_true", help="plans with compiled pieces too")
+    parser.add_argument("--channels-last", action="store_true", help="the memory format of the planned model")
     parser.add_argument("--processes", type=int, default=4, help="two or more")
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)

@@ -110,7 +110,9 @@ def test_losses(short: Short, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [(), pytest.param(("--model", "GPT", "--compile"), marks=COMPILER)], ids=["demo", "compiled"]
+    "options",
+    [(), pytest.param(("--model", "GPT", "--compile", "--channels-last"), marks=COMPILER)],
+    ids=["demo", "compiled"],
 )
 def test_overhead(short: Short, options: tuple[str, ...]) -> None:
     rows = short("overhead", "--short", *options)

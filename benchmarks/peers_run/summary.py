@@ -69,6 +69,8 @@ HOW = (
     "- **Settings** are the same for all: glibc keeps the memory that it has (`MALLOC_TRIM_THRESHOLD_`,",
     "  `MALLOC_MMAP_MAX_`, `MALLOC_TOP_PAD_`), and every step gets a memory laid out anew.",
     "- **Compiled** methods use inductor. Their FLOPs are counted with the same partitioner on eager mode's kernels.",
+    "  Of a model with many convolutions Inductor changes the memory format to channels-last. On a CPU that is most of",
+    "  what it gains there, and there [for every plan](compile.md#convolutional-networks), if the script asks for it.",
 )
 
 
