@@ -128,11 +128,16 @@ class _Judge(fx.Interpreter):
         return piece(*args) if self.judged[piece] else piece.eager(*args)
 
 
+_DECIDED: dict[str, bool] = {}
+"""Choices of this process that are not kept on disk."""
+
+
 @dataclass(frozen=True)
 class Choices:
     """Whether pieces run compiled, under ``options``.
 
-    The choice of an earlier process, or of another rank, is taken over, so that the bits of two runs are the same.
+    The choice for an earlier plan, of an earlier process, or of another rank, is taken over, so that the bits of two
+    runs are the same.
     Where times are modelled, everything is compiled; so is what draws, since masks are not to depend on a clock.
     """
 
@@ -142,8 +147,8 @@ class Choices:
         """The choice for arguments of such ``forms``; None if the piece is to be timed."""
         if self.options.costs != "measured" or piece.draws:
             return True
-        places = places_of(self.options.disk)
-        return None if places is None else places.read(_name(piece, forms), _checked)
+        places, name = places_of(self.options.disk), _name(piece, forms)
+        return _DECIDED.get(name) if places is None else places.read(name, _checked)
 
     def made(self, piece: Piece, arguments: Sequence[Any]) -> bool:
         """The choice for ``arguments``, on which the piece is timed if need be."""
@@ -151,8 +156,10 @@ class Choices:
         known = self.known(piece, forms)
         if known is not None:
             return known
-        pays, places = Runner(piece, arguments).pays(), places_of(self.options.disk)
-        return pays if places is None else places.keep(_name(piece, forms), {"compiled": pays}, _checked, pays)
+        pays, places, name = Runner(piece, arguments).pays(), places_of(self.options.disk), _name(piece, forms)
+        if places is None:
+            return _DECIDED.setdefault(name, pays)
+        return places.keep(name, {"compiled": pays}, _checked, pays)
 
 
 def _name(piece: Piece, forms: tuple[Any, ...]) -> str:

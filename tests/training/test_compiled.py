@@ -432,6 +432,17 @@ def test_the_choice_is_kept_for_the_next_process(pays: bool, tmp_path: Path, mon
     assert_same(*results)
 
 
+def test_without_a_cache_the_choice_is_kept_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two budgets, or two models of one script, would differ in the last bits."""
+    x = rows()[1:]
+    monkeypatch.setattr(Runner, "pays", lambda _: True)
+    first = Rockmate(blocks(0.0), x, "85%", compile=True, cache=False)
+    assert "of them compiled: 0" not in str(first.plan)
+    monkeypatch.setattr(Runner, "pays", lambda _: False)
+    second = Rockmate(blocks(0.0), x, "95%", compile=True, cache=False)
+    assert_same(*(trained(rk.original, rk, (x,)) for rk in (first, second)))
+
+
 def test_a_call_that_is_followed_runs_eager_kernels(caplog: pytest.LogCaptureFixture) -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
