@@ -1,6 +1,6 @@
 """Random small modules under random budgets: results are eager mode's and peaks are within budgets, or it is a find.
 
-    OMP_NUM_THREADS=1 python benchmarks/random_modules.py [--examples 1000] [--seed 0] [--jobs 2] [--out FILE]
+    OMP_NUM_THREADS=1 python benchmarks/random_modules.py [--examples 1000] [--seed 0] [--jobs 2] [--way WAY] [--out F]
     python benchmarks/random_modules.py --join FILE FILE … --out FILE
     python benchmarks/random_modules.py --number NUMBER [--way WAY]
 
@@ -10,7 +10,8 @@ by a ``Rockmate`` if it is one graph. Budgets are between the least that can be 
 losses, gradients, parameters, buffers, attributes and states of generators are compared after each step, bit for bit;
 the peak of the last one is measured. Prints a table of verdicts with their reasons, and one of the kinds of operations.
 A find is made smaller and printed as a program. Exit status 1 if there is one. ``--number`` shows one module and what
-came of it. ``--join`` makes one of the results of several runs, of other seeds each.
+came of it. ``--join`` makes one of the results of several runs, of other seeds each. With ``--way compiled`` pieces are
+compiled, and results under a budget are compared with those under one for which nothing runs again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import multiprocessing
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the packages nee
 
 import torch
 from random_modules import RandomModule, random_module
-from random_training import WAYS, Eager, Outcome, fraction_of, lasting, outcome_of, smallest, sort_of, ways_of
+from random_training import WAYS, Outcome, fraction_of, lasting, outcome_of, reference, smallest, sort_of, ways_of
 
 from solvers.tables import text_table
 
@@ -41,21 +43,21 @@ NUMBERS = 10**6
 
 def outcomes(module: RandomModule, ways: list[str]) -> list[Outcome]:
     """What comes of the module in each of the ways."""
-    eager = Eager(module.source)
-    return [outcome_of(eager, way, fraction_of(module, way)) for way in ways]
+    like = {kind: kind(module.source) for kind in set(map(reference, ways))}
+    return [outcome_of(like[reference(way)], way, fraction_of(module, way)) for way in ways]
 
 
-def rows(numbers: range) -> list[dict[str, Any]]:
-    """What came of the modules of these numbers."""
+def rows(numbers: range, ways: list[str] | None) -> list[dict[str, Any]]:
+    """What came of the modules of these numbers in these ways, or in all with eager kernels."""
     torch.set_num_threads(1)
     with lasting():
-        return [_row(number) for number in numbers]
+        return [_row(number, ways) for number in numbers]
 
 
-def _row(number: int) -> dict[str, Any]:
-    """What came of module ``number`` in all ways, with its finds made smaller."""
+def _row(number: int, ways: list[str] | None) -> dict[str, Any]:
+    """What came of module ``number``, with its finds made smaller."""
     module = random_module(number)
-    found = outcomes(module, ways_of(module))
+    found = outcomes(module, ways or ways_of(module))
     finds = [_find(module, o) for o in found if o.verdict == "failed"]
     return {
         "number": number,
@@ -139,11 +141,11 @@ def show(number: int, ways: list[str]) -> int:
     return int(any(o.verdict == "failed" for o in found))
 
 
-def searched(numbers: range, jobs: int) -> dict[str, Any]:
+def searched(numbers: range, jobs: int, ways: list[str] | None) -> dict[str, Any]:
     """What came of the modules of these numbers."""
     parts = [numbers[k : k + RENEWED] for k in range(0, len(numbers), RENEWED)]
     with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        return summary([row for part in pool.imap(rows, parts) for row in part])
+        return summary([row for part in pool.imap(partial(rows, ways=ways), parts) for row in part])
 
 
 def main() -> int:
@@ -154,14 +156,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the results as JSON")
     parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="results of earlier runs: train nothing")
     parser.add_argument("--number", type=int, help="show this module alone, as finds and tables name it")
-    parser.add_argument("--way", choices=WAYS, action="append", help="with --number: train it in this way alone")
+    parser.add_argument("--way", choices=WAYS, action="append", help="train in this way alone")
     options = parser.parse_args()
     if options.number is not None:
         return show(options.number, options.way)
     if options.join:
         found = joined([json.loads(file.read_text()) for file in options.join])
     else:
-        found = searched(range(options.seed * NUMBERS, options.seed * NUMBERS + options.examples), options.jobs)
+        found = searched(
+            range(options.seed * NUMBERS, options.seed * NUMBERS + options.examples), options.jobs, options.way
+        )
     print(tables(found))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -221,7 +221,19 @@ def under_attach_at_once(training: Training, outcome: Outcome) -> Any:
     return handle
 
 
-WAYS = {"attach": under_attach, "attach at once": under_attach_at_once, "Rockmate": under_rockmate}
+def under_attach_compiled(training: Training, outcome: Outcome) -> Any:
+    """The same with compiled pieces."""
+    budget = max(outcome.least, round(training.eager_peak * (0.3 + 0.7 * outcome.fraction)))
+    handle = rockmate.attach(training.model, budget, **COMPILED)
+    training.lead()
+    return handle
+
+
+COMPILED: dict[str, Any] = {"costs": "flops", "cache": False, "compile": True}
+WAYS = {
+    "attach": under_attach, "attach at once": under_attach_at_once, "Rockmate": under_rockmate,
+    "compiled": under_attach_compiled,
+}  # fmt: skip
 
 
 class Eager:
@@ -231,7 +243,7 @@ class Eager:
         self.source, self.fails, self.peak = source, "", 0
         try:
             with _heard([]):
-                training = Training(source)
+                training = self.begun()
                 training.lead()
                 training.step()
                 differentiates = training.differentiates
@@ -244,9 +256,31 @@ class Eager:
             return
         self.states = training.states
 
+    def begun(self) -> Training:
+        """A training that has not made a step."""
+        return Training(self.source)
+
+
+class Compiled(Eager):
+    """The same with compiled pieces, under a budget for which nothing runs again: what other budgets must equal."""
+
+    def begun(self) -> Training:
+        budget = 2 * Eager(self.source).peak + 2**20
+        torch.compiler.reset()
+        training = super().begun()
+        self.handle = rockmate.attach(training.model, budget, **COMPILED)
+        return training
+
+
+def reference(way: str) -> type[Eager]:
+    """The kind of training that one in this way is compared with."""
+    return Compiled if way == "compiled" else Eager
+
 
 def outcome_of(eager: Eager, way: str, fraction: float) -> Outcome:
-    """What comes of the training in one way, under a budget at ``fraction`` of the way from the least to eager's."""
+    """What comes of the training in one way, under a budget at ``fraction`` of the way from the least to eager's; it is
+    compared with ``eager``.
+    """
     outcome = Outcome(way, fraction)
     if eager.fails:
         outcome.be("not run", eager.fails)
@@ -282,7 +316,8 @@ def _run(eager: Eager, outcome: Outcome) -> None:
     except Exception as error:  # noqa: BLE001 - whatever is raised where eager mode raises nothing is a find
         outcome.be("failed", f"{type(error).__name__}: {error}")
     if different := differences(training.states, eager.states):
-        outcome.be("failed", f"not eager mode's: {', '.join(different[:4])}")
+        other = "another budget's" if outcome.way == "compiled" else "eager mode's"
+        outcome.be("failed", f"not {other}: {', '.join(different[:4])}")
     elif outcome.verdict == "planned":
         free = isinstance(planned, rockmate.Attachment) and planned.ran_freely
         of_step = not free and not calls_share_a_step(eager.source)  # else no plan is of this step
@@ -346,8 +381,8 @@ def fraction_of(module: RandomModule, way: str) -> float:
 
 
 def ways_of(module: RandomModule) -> list[str]:
-    """In which the module can be trained: a ``Rockmate`` is for models of one graph."""
-    return [way for way in WAYS if not (way == "Rockmate" and module.breaks)]
+    """In which the module can be trained with eager kernels: a ``Rockmate`` is for models of one graph."""
+    return [way for way in WAYS if way != "compiled" and not (way == "Rockmate" and module.breaks)]
 
 
 def sort_of(outcome: Outcome) -> str:
@@ -362,6 +397,6 @@ def smallest(module: RandomModule, outcome: Outcome, tries: int = 80) -> RandomM
     while left and tries:
         tries -= 1
         smaller, *left = left
-        if sort_of(outcome_of(Eager(smaller.source), outcome.way, outcome.fraction)) == wanted:
+        if sort_of(outcome_of(reference(outcome.way)(smaller.source), outcome.way, outcome.fraction)) == wanted:
             module, left = smaller, [*smaller.smaller()]
     return module
