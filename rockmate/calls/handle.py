@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 
 from rkgb.sample import Call
-from rkgb.warn import warn_once
 from rockmate.budget import UNLIMITED, Budget, parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import CapturedCalls
@@ -24,7 +23,7 @@ from rockmate.calls.roomy import RoomyCalls
 from rockmate.calls.runnable import Runnable
 from rockmate.calls.surroundings import Hooks
 from rockmate.calls.terms import Terms
-from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
+from rockmate.errors import InfeasibleBudgetError, InputError
 from rockmate.follow.engine import Followed
 from rockmate.follow.known import Known
 from rockmate.follow.plan import FollowedPlan
@@ -103,7 +102,6 @@ class Handle(Front):
     @property
     def runnable(self) -> Runnable | None:
         """The plan of the last call, ready to run."""
-        self._check_place()
         return self.last.ran if self.last is not None else None
 
     @property
@@ -112,7 +110,6 @@ class Handle(Front):
         none fits the budget, or if the call was followed and computed something new.
         """
         if self._followed is not None:
-            self._check_place()
             return self._followed.plan
         return None if (runnable := self.runnable) is None else runnable.plan
 
@@ -138,7 +135,6 @@ class Handle(Front):
     @property
     def plans(self) -> list[PlannedCall]:
         """All kinds of calls so far, each under a name of its own, those of the last call first."""
-        self._check_place()
         made: list[tuple[float, tuple[str, ...], Plan | FollowedPlan | None]]
         if self._followed is not None:
             made = [(k, call, plan) for k, (call, plan) in enumerate(self._followed.plans)]
@@ -158,7 +154,6 @@ class Handle(Front):
 
     @budget.setter
     def budget(self, budget: int | float | str) -> None:
-        self._check_place()
         if self._detached:
             raise InputError(f"{self.name} was detached, and has no budget: rockmate.attach(model, {budget!r})")
         wanted = parse_budget(budget)
@@ -224,15 +219,6 @@ class Handle(Front):
         self.last = None
         if self._followed is not None:
             self._followed.solving.asked = None
-
-    def _check_place(self) -> None:
-        """Say that ``model.compile()`` has put its code in the place of the plan, which torch tells nobody."""
-        model = self.known_model
-        if model is not None and not isinstance(model.__dict__.get("_compiled_call_impl"), Handle | None):
-            warn_once(
-                f"{self.name}.compile() was called after attach, and took the place of the plan: no budget holds",
-                BudgetWarning,
-            )
 
     def frontier(self) -> Frontier:
         """Time against memory, as ``rockmate.frontier``: for the last kind of call that was planned, which it names

@@ -22,15 +22,16 @@ from rockmate.planning.wrappers import NO_REPLICAS, OwnCall, put_call, take_call
 
 
 def watch_others(kind: type, attached: Callable[[torch.nn.Module], object]) -> None:
-    """From now on, code that torch.compile makes says so once where it takes an attached model apart, and
-    torch.nn.DataParallel makes no replicas of one, and torch.jit.script says so. ``kind``: of what is put in the place
-    of a model's calls, which ``attached`` returns, or None.
+    """From now on, code that torch.compile makes says so once where it takes an attached model apart, torch.jit.script
+    and a model's ``compile`` say so, too, and torch.nn.DataParallel makes no replicas of one. ``kind``: of what is put
+    in the place of a model's calls, which ``attached`` returns, or None.
 
     torch's compiler takes seconds to import: where it is not there yet, the first torch.compile brings it.
     """
     _ATTACHED[:] = [kind, attached]
     module: Any = torch.nn.Module
     wrap(module, "_replicate_for_data_parallel", _refused)
+    wrap(module, "compile", _replaced)
     module.__prepare_scriptable__ = _scripted
     if "torch._dynamo" in sys.modules:
         _watch_compiler()
@@ -46,6 +47,18 @@ def _refused(replicate: Callable[..., Any], model: torch.nn.Module) -> Any:
     if _ATTACHED[1](model) is not None:
         raise InputError(NO_REPLICAS)
     return replicate(model)
+
+
+def _replaced(compile: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``torch.nn.Module.compile``, which puts its code where the plan is."""
+    is_attached = _ATTACHED[1](model) is not None
+    compile(model, *args, **kwargs)
+    if is_attached:
+        warn_once(
+            f"{type(model).__name__}.compile() was called after attach, and took the place of the plan: no budget "
+            "holds. For compiled kernels under a plan, leave it out, and write attach(model, budget, compile=True)",
+            BudgetWarning,
+        )
 
 
 def _scripted(model: torch.nn.Module) -> torch.nn.Module:
