@@ -19,10 +19,11 @@ from rkgb.graphs import Mode
 from rkgb.randomness import RandomSource, generators_in, random_bytes, watched_devices
 from rkgb.storages import has_memory
 from rkgb.trace.attention import USUAL_ATTENTION, attention_kernels
+from rkgb.trace.casts import Casts
 from rkgb.trace.guards import Guard, shaped_by_data, shapes, snapshot
 from rkgb.trace.lines import user_line
 from rkgb.trace.meta import OnMeta
-from rkgb.trace.respelled import RECURRENT, CastWeights, Respelled, respelled
+from rkgb.trace.respelled import Respelled, respelled
 from rkgb.trace.tracer import (
     call_name,
     constant_of,
@@ -141,7 +142,7 @@ class Recorder(TorchFunctionMode):
         self.draws: list[torch.Tensor] = []  # markers of results of random calls
         self.inside_function = False  # an autograd.Function is one operation, however many it calls
         self.written = Written(known)
-        self.cast_weights = CastWeights()
+        self.casts = Casts(on_meta.kind if on_meta else None)
         self.calls: dict[RecordedCall, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,8 +204,8 @@ class Recorder(TorchFunctionMode):
         used = [*map(uses, traced)]
         try:
             with scoped(tracing, self.scope(generator)):
-                given = self.cast_weights(args, current_mode()) if func in RECURRENT else args
-                result = self.call(func, given, kwargs)
+                given, named = self.casts(func, args, kwargs, current_mode())
+                result = self.call(func, given, named)
         finally:  # it may have written before it failed
             with untraced(tracing):
                 self.written.after(name, copies)

@@ -78,14 +78,14 @@ def _is_number(t: torch.Tensor) -> bool:
 
 
 class OnMeta:
-    """Calls functions of a program: what it makes on ``device`` is made on the meta device. ``rules``: tell whether the
-    last call would have drawn random numbers there. ``calls``: where a trace is to note what it calls.
-    ``of_any_size``: a trace is to record where Python reads sizes.
+    """Calls functions of a program: what it makes on ``device`` is made on the meta device. ``kind``: of the device.
+    ``rules``: tell whether the last call would have drawn random numbers there. ``calls``: where a trace is to note
+    what it calls. ``of_any_size``: a trace is to record where Python reads sizes.
     """
 
     def __init__(self, device: torch.device, calls: DistinctCalls | None = None, of_any_size: bool = False) -> None:
         self.usual = device.type == torch.get_default_device().type
-        self.on_cpu = device.type == "cpu"
+        self.kind, self.on_cpu = device.type, device.type == "cpu"
         self.rules, self.calls, self.of_any_size = QuickRules(), calls, of_any_size
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from torch._ops import HigherOrderOperator
 
 from rkgb.errors import UnsupportedError
 from rkgb.sample import Call
-from rkgb.trace.respelled import NAMES_OF_RECURRENT
+from rkgb.trace.casts import NAMES_OF_RECURRENT
 from rkgb.warn import warn
 from rockmate.calls.captured import WRAPPED, check_operators, kind_of_source, line_of, name_of, numpy_function
 from rockmate.calls.captured_calls import CapturedCalls

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from rkgb.collector import COLLECTING_RARELY
-from rkgb.trace.respelled import NAMES_OF_RECURRENT
+from rkgb.trace.casts import NAMES_OF_RECURRENT
 from rockmate.calls.guards import guard_what_equals_and_differs
 from rockmate.calls.unguarded import is_captured, see_what_is_not_guarded, wrap
 

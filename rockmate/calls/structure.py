@@ -13,7 +13,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from rkgb.storages import has_memory, storage_key
-from rkgb.trace.respelled import RECURRENT
+from rkgb.trace.casts import RECURRENT
 from rkgb.trees import tensors_in
 from rockmate.calls.captured import name_of
 

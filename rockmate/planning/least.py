@@ -7,7 +7,7 @@ from math import ceil
 from rkgb.blocks.fingerprint import describe_inputs
 from rkgb.Ktools import K_graph
 from rkgb.nodes import Node
-from rkgb.trace.respelled import NAMES_OF_RECURRENT
+from rkgb.trace.casts import NAMES_OF_RECURRENT
 from rockmate.budget import show_at_least, show_at_most, show_bytes
 from rockmate.planning.plan import line_of_call
 from solvers import Bwd, Problem, Run, Step
