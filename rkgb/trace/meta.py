@@ -166,9 +166,18 @@ def _group_norm_on_cpu(
 ) -> torch.Tensor:
     """What ``group_norm`` makes of tensors without data; where channels come last, they do so in it and its result."""
     input = input.contiguous(memory_format=suggest_memory_format(input))
+    if weight is not None and weight.dtype != input.dtype:  # statistics are of the weight's type
+        return _MixedGroupNorm.apply(input, weight, bias, groups)  # type: ignore[no-any-return]
     size = *input.shape[:2], math.prod(input.shape[2:])
     result: torch.Tensor = torch.ops.aten.native_group_norm(input, weight, bias, *size, groups, eps)[0]
     return result
+
+
+class _MixedGroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int) -> Any:
+        ctx.save_for_backward(x, weight, *(weight.new_empty(x.shape[0], groups) for _ in range(2)))
+        return torch.empty_like(x)
 
 
 _ON_CPU: dict[Any, Callable[..., torch.Tensor]] = {
