@@ -89,6 +89,11 @@ class Steps:
         before = [turn.key for turn in self._turns] if self.waiting() else []
         return self._expected((*before, (key, len(before))))
 
+    @property
+    def are_planned(self) -> bool:
+        """Whether calls of a step are planned together, so that what one of them was decides on the others."""
+        return bool(self._known)
+
     def follows_a_backward(self, key: Hashable) -> bool:
         """Whether the backward of the call that comes now is expected after one of the same parameters."""
         step, place = self.expected_now(key), self.place()
@@ -101,10 +106,10 @@ class Steps:
         if not self.waiting():
             self._finish()
 
-    def take(self, key: Hashable, ways: Ways, after: bool = False) -> Turn:
+    def take(self, key: Hashable, ways: Ways, after: bool = False, news: bool = False) -> Turn:
         """A call of such a kind comes: its turn, in the way in which it is to run. ``key``: of the kind, and of what
         it is expected to compute. ``after``: the ``ways`` are those where the gradients of parameters are there, as
-        ``follows_a_backward`` says.
+        ``follows_a_backward`` says. ``news``: the call itself is to be observed, and not the step.
 
         Raises ``InfeasibleBudgetError`` where the calls of the step do not fit the budget in any ways that are known.
         """
@@ -116,18 +121,23 @@ class Steps:
         if (key, after) not in self._ways and len(self._ways) >= MOST_WAYS:
             self._drop({next(iter(self._ways))[0]})
         self._ways[key, after] = ways
-        step = self._expected((*(turn.key for turn in turns), key))
-        budget = self.terms.budget
-        way = None
-        if step is not None and isinstance(budget, int):
-            way = self._planned(step, turns, ways, budget)
-            if way is not None and not turns and step.is_to_be_measured and Look.possible():
-                WholeStep(step, turns, ways.device, self._say)
-        if way is None and isinstance(budget, int) and self.waiting():
-            way = self._left(ways, budget, step)
+        way, step = self._way(turns, key, ways)
+        first = way is not None and not turns and not news
+        if first and step is not None and step.is_to_be_measured and Look.possible():
+            WholeStep(step, turns, ways.device, self._say)
         turn = Turn(key, ways, way or ways.alone)
         turns.append(turn)
         return turn
+
+    def _way(self, turns: Sequence[Turn], key: tuple[Hashable, int], ways: Ways) -> tuple[Way | None, KnownStep | None]:
+        """The way of a call of this ``key`` after ``turns``, None if as where it is alone; and the step expected."""
+        step, budget = self._expected((*(turn.key for turn in turns), key)), self.terms.budget
+        if not isinstance(budget, int):
+            return None, step
+        way = None if step is None else self._planned(step, turns, ways, budget)
+        if way is None and self.waiting():
+            way = self._left(ways, budget, step)
+        return way, step
 
     @contextlib.contextmanager
     def forward_of(self, turn: Turn, look: Look | None) -> Iterator[None]:
@@ -145,6 +155,14 @@ class Steps:
         """The call of ``turn`` was seen to be one of this ``key``, which can run in these ``ways``."""
         turn.key, turn.way, turn.ways = (key, turn.key[1]), ways.alone, ways
         self._ways[turn.key, False] = ways
+
+    def way_seen(self, turn: Turn, key: Hashable, ways: Ways) -> Way:
+        """As ``seen``, while the forward runs: the way for the rest of it. That none fits is said in the next call."""
+        self.seen(turn, key, ways)
+        before = self._turns[: self._turns.index(turn)]
+        with contextlib.suppress(InfeasibleBudgetError):
+            turn.way = self._way(before, turn.key, ways)[0] or ways.alone
+        return turn.way
 
     def _ways_of(self, form: Form) -> tuple[Ways, ...]:
         found = []

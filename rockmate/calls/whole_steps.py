@@ -201,7 +201,8 @@ class WholeStep(StepLook):
     def ended(self, moments: list[Moment], stays: bool) -> None:
         """What it took above the prediction is planned for."""
         step, peak = self.step, max(moment.peak for moment in moments)
-        if [turn.way for turn in self.turns] != self.chosen:
+        if [turn.way for turn in self.turns] != self.chosen:  # another step than was expected
+            step.unfinished += 1
             return
         step.measured, step.waits = self.chosen, _waits(step.ways)
         if peak > self.predicted:

@@ -140,7 +140,7 @@ class Followed:
             unsaid, self._unsaid = self._unsaid, None
             self._solve(unsaid)
         number = 0 if known is None else known.number
-        took = partial(self.front.terms.steps.take, (id(kind), number))
+        took = partial(self.front.terms.steps.take, (id(kind), number), news=kind.is_new)
         if known is None:
             made = sum(self.front.bytes_of_missing_gradients().values())
             turn = took(ways=Ways(self.front, device, kind.call, Way(0, 0, 0, 0), made))
@@ -218,18 +218,19 @@ class Followed:
         packs = known.seen.packs[: tape.slots if slot is None else slot.number]
         packs += [] if slot is None else [pack_of(tape, slot)]
         over = len(tape.ops) <= index and slot is None
-        for other in () if over else kind.known:
+        for other in () if over and not self.front.terms.steps.are_planned else kind.known:
             if other is known or other.program is None:
                 continue
-            same = other.seen.forms[: len(forms)] == forms and other.seen.packs[: len(packs)] == packs
+            ends = (None, None) if over else (len(forms), len(packs))
+            same = other.seen.forms[: ends[0]] == forms and other.seen.packs[: ends[1]] == packs
             if same and not any(other.program.exceeds(tape, k) for k in range(len(forms))):
                 kind.came(other)
                 kind.news |= other.rehearsed
                 self.solving.solve(other)  # the budget may be another one by now
                 self._unsaid = None if other.problem is None else other
-                self.last, self._shared = other, None
-                planned = Planned(other.program, partial(self._otherwise, kind, other, turn), among=len(kind.known))
-                self.front.terms.steps.seen(turn, (id(kind), other.number), self._ways(other))
+                way = self.front.terms.steps.way_seen(turn, (id(kind), other.number), self._ways(other))
+                self.last, (self._shared, program) = other, other.ways.placed(way)
+                planned = Planned(program, partial(self._otherwise, kind, other, turn), among=len(kind.known))
                 if planned.take_over(tape):
                     return planned
                 warn_unplanned(INSTEAD)

@@ -241,6 +241,11 @@ class CallKind:
     news: bool = True
     unplanned: int = 0
 
+    @property
+    def is_new(self) -> bool:
+        """Whether a way is known to come that was not observed yet, and will be."""
+        return self.news and self.watch.looks < MOST_LOOKS
+
     def next(self, missing: frozenset[str]) -> Known | None:
         """The way in which a call may compute that begins now: the one that came after the last one when that came
         before, as ways often alternate. ``missing``: parameters whose gradients are not there.

@@ -583,6 +583,45 @@ def test_steps_whose_calls_compute_by_turns_are_within_the_budget(validates: boo
     assert all(s.peak <= budget for s in handle.terms.steps._known.values())
 
 
+class ChangingWays(Layers):
+    """Draws a mask where there is none, and computes more in each third call: four ways, in an order of six steps."""
+
+    calls = 0
+    mask: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """No one graph."""
+        if self.mask is None:
+            self.mask = torch.bernoulli(torch.full((1, WIDTH), 0.8))
+        self.calls += 1
+        y = super().forward(x * self.mask)
+        return y if self.calls % 3 else y + y.detach().flip(0)
+
+
+@SEVERAL
+def test_steps_whose_calls_are_seen_to_be_others_than_expected_are_within_the_budget() -> None:
+    """A call that goes over to another way runs in the one that was planned for the step of that. Ways that no step
+    was observed of come before a measurement of a whole step.
+    """
+    torch.manual_seed(0)
+    model, x, steps = ChangingWays(prints=True), randn(ROWS, WIDTH, seed=1), 0
+
+    def step() -> list[torch.Tensor]:
+        nonlocal steps
+        steps += 1
+        model.mask = model.mask if steps % 2 else None
+        for p in model.parameters():
+            p.grad = None
+        return kept_by_the_caller([model], x)
+
+    step()
+    budget = int(0.6 * max(measure_peak(step) for _ in range(3)))
+    attach(model, budget, costs="flops", cache=False)
+    for _ in range(3 * STEPS):
+        step()
+    assert max(measure_peak(step) for _ in range(STEPS)) <= budget
+
+
 @SEVERAL
 def test_plans_of_a_step_are_told_once_with_what_they_cost(caplog: pytest.LogCaptureFixture) -> None:
     """Not once for every byte that later steps show."""
