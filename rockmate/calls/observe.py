@@ -62,6 +62,7 @@ class Observer:
         self.saved = {x for facts in d.facts for x in facts.saved.storages}
         self.usage: Usage | None = None
         self.news = False
+        self.holds_more = False  # these news are only that the caller holds more
         self.unsure = False  # a call differed from those that were looked at: its loss may take more
         self.places = differentiable(d)
         self.device = device_of_outputs(d)
@@ -98,9 +99,10 @@ class Observer:
 
         Where no plan was made for what was seen, ``room`` is not for that: these calls are looked at themselves.
         """
-        if other.usage is None or other.unsure or other.news or other.refused is not None:
+        if other.usage is None or other.unsure or other.refused is not None or (other.news and not other.holds_more):
             return
         self.usage, self._known, self._look = other.usage, set(other._known), False
+        self.news, self.holds_more = other.news, other.holds_more
         if room.outputs is not None:
             self._peak, self._kept = room.between + room.kept + room.scalars, room.kept + room.scalars
             self._outputs = room.outputs
@@ -137,7 +139,7 @@ class Observer:
         """A second backward of a call comes to output ``k``."""
         if self.usage is not None and k not in self.usage.roots:
             self.usage = _union(self.usage, Usage((k,), _NONE, _NONE, _NONE))
-            self.news = True
+            self.news, self.holds_more = True, False
 
     def note(self, signs: Signs, roots: tuple[int, ...] | None, seen: tuple[int, int, int] | None) -> None:
         """A call is over. Where it was looked at closely, ``roots``: outputs that its backward started from; ``seen``:
@@ -151,6 +153,7 @@ class Observer:
             return
         if roots is None and self.usage is not None and any(signs.differ_in_holding(other) for other in self._known):
             held = _union(self.usage, Usage((), signs.usage.held, signs.usage.attached, _NONE))
+            self.holds_more = self.holds_more or not self.news
             self.news, self.usage, self._look = self.news or held != self.usage, held, True
             return
         if roots is None or (self.measures and seen is None and self._looks < _LOOKS):
@@ -159,7 +162,7 @@ class Observer:
             return
         self._known.add(signs)
         self._wasted = 0
-        self._look, self.news, self.unsure = False, True, False
+        self._look, self.news, self.unsure, self.holds_more = False, True, False, False
         viewed = frozenset(found for found in signs.usage.viewed if found[0] in roots)
         turned = (signs.usage.turned or _NONE).intersection(roots)
         now = dataclasses.replace(signs.usage, roots=roots, turned=turned, viewed=viewed)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rockmate.follow.observed import Mark, Seen, loss_of
 from rockmate.follow.plan import eager_peak_of
-from rockmate.follow.record import Datum, Op, needed_for
+from rockmate.follow.record import Datum, Op, Outside, needed_for
 from solvers import Backward, Block, Data, Node, Problem, Schedule, ScheduleError, walk, with_deletes
 
 
@@ -146,9 +146,10 @@ class _Building:
         return tuple(sorted({self.at[n] for n in numbers if n in self.at}))
 
     def own(self, index: int) -> int:
-        """The most bytes that an operation allocates."""
-        mark = self.marks[index]
-        return mark.moment.peak - max(mark.moment.level, mark.live)
+        """The most bytes that an operation allocates. Where it runs again, it gets copies of running statistics."""
+        mark, op = self.marks[index], self.ops[index]
+        given = (x for x in (*op.args, *op.kwargs.values()) if isinstance(x, Outside) and x.copied)
+        return mark.moment.peak - max(mark.moment.level, mark.live) + sum(x.tensor.nbytes for x in given)
 
     def add(self, index: int, unwritten: bool) -> None:
         """A node of one operation; none for one that takes no memory, as views do.

@@ -224,10 +224,21 @@ class Tape(TorchDispatchMode):
 
     def pin(self, datum: Datum) -> None:
         """Hold the datum, which cannot be made again from now on."""
-        wanted = datum.slots or datum.readers
-        if not datum.pinned and datum.base is None and wanted and self.policy.keeps(self, datum):
+        if not datum.pinned and datum.base is None and self._serves(datum) and self.policy.keeps(self, datum):
             self.hold(datum)
         datum.pinned = True
+
+    def _serves(self, datum: Datum) -> bool:
+        """Whether a backward may read the datum, or something that is made again from it."""
+        left, seen = [datum], {datum.number}
+        while left:
+            other = left.pop()
+            if other.slots or (other is not datum and self.ledger.copies.get(other.number)):
+                return True
+            made = {n for k in other.readers for n in (*(n for _, n in self.ops[k].makes), *self.ops[k].writes)} - seen
+            left += (self.data[n] for n in made if not self.data[n].pinned)
+            seen |= made
+        return False
 
     def _pin_living(self, datum: Datum, t: torch.Tensor) -> None:
         """As ``pin``, for a datum of which ``t`` lives: it is held as it is, with what others write into it."""

@@ -244,6 +244,55 @@ def test_what_one_node_of_autograd_asks_for_in_turn_is_there_at_once(count: int,
         assert measure_peak(lambda: model(x).sum().backward(), "cpu") <= handle.budget
 
 
+class Watched(nn.Module):
+    """Its graph breaks before a norm, whose results are written in place after others were computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.detach().sum()) > 1e9:
+            x = -x
+        x = self.norm(2 * x)
+        x += 1
+        seen = [x.detach().sin().cos() for _ in range(4)]
+        del seen
+        return torch.relu_(x)
+
+
+def peak_when_held(model: nn.Module, steps: int) -> int:
+    """The peak of the last step, whose caller holds what forward returned."""
+    x, held = randn(2, 2048, seed=0), list[torch.Tensor]()
+
+    def step() -> None:
+        model.zero_grad(set_to_none=False)
+        held[:] = [model(x)]
+        held[0].mean().backward()
+
+    for _ in range(steps):
+        step()
+    held.clear()
+    return measure_peak(step, "cpu")
+
+
+def test_what_nothing_is_made_from_any_more_is_not_made_where_its_source_is_written() -> None:
+    eager, model = peak_when_held(Watched(), 1), Watched()
+    handle = attach(model, "100%", costs="flops", cache=False)
+    assert peak_when_held(model, 3) == eager
+    assert handle.plan is not None
+    assert handle.plan.predicted_peak == eager
+
+
+def test_copies_of_running_statistics_count_where_a_norm_runs_again() -> None:
+    model = Watched()
+    handle = attach(model, "98%", costs="flops", cache=False)
+    peak = peak_when_held(model, 3)
+    assert handle.plan is not None
+    assert handle.plan.recomputed
+    assert peak <= handle.plan.predicted_peak <= handle.budget
+
+
 @pytest.mark.parametrize(("budget", "refused"), [("3.2 MiB", "70%"), ("85%", "2 KiB")])
 def test_a_budget_that_is_refused_leaves_the_one_before(budget: str, refused: str) -> None:
     class Decides(nn.Module):

@@ -134,6 +134,23 @@ def test_what_some_steps_hold_counts_from_the_first_of_these_on() -> None:
     assert rk.plan.graph.usage.held == frozenset((0, 1))
 
 
+def test_what_the_last_step_held_counts_in_the_first_step_of_another_size() -> None:
+    torch.manual_seed(0)
+    model, ids = Language(), tokens()
+    rk = Rockmate(model, (ids, ids), frontier(model, (ids, ids), costs="flops").min_budget + LOGITS, costs="flops")
+    held = []
+    for length, keeps in ((LENGTH, False), (LENGTH, True), (LENGTH // 2, True)):
+        rk.zero_grad()
+        part = ids[:, :length].contiguous()
+        result = rk(part, part)
+        held.append(rk.plan.graph.usage.held)
+        loss, kept = result["loss"], result if keeps else None
+        del result
+        loss.backward()
+        del kept
+    assert held[1:] == [frozenset((0,)), frozenset((0, 1))]
+
+
 class Auxiliary(nn.Module):
     """A result, and an auxiliary loss that it is not computed from."""
 
