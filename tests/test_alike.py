@@ -46,9 +46,14 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
     return x / scale
 
 
-def mixed(x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return x @ x.t()
+def mixed(function: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., Any]:
+    """``function`` of ``x`` and the weight, under autocast."""
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(x, weight)
+
+    return run
 
 
 def averaged(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -106,6 +111,24 @@ ALIKE: dict[str, Callable[..., Any]] = {
     "numbers": lambda x: x * torch.tensor(0.5) + torch.full((16,), 2.0),
     "noise": lambda x: torch.nn.functional.rrelu(x, training=True) + torch.randn_like(x),
 }  # fmt: skip
+CAST: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "a product": lambda x, weight: x @ x.t(),
+    "linear": lambda x, weight: F.linear(F.gelu(F.linear(x, x, x[:, 0])), x.t()),
+    "a weight, cast once": lambda x, weight: x @ weight + x.exp() @ weight,
+    "a value, cast each time": lambda x, weight: torch.baddbmm(x[None, :, :1], x[None], x.t()[None]) + x @ x.t(),
+    "convolution": lambda x, weight: F.conv1d(x.reshape(2, 12, 16), torch.ones(3, 12, 3), weight[:3], padding=1).relu(),
+    "transposed": lambda x, weight: F.conv_transpose2d(images(x), torch.ones(12, 3, 2, 2), stride=2),
+    "attention": lambda x, weight: heads(x, 0.1),
+    "the widest": lambda x, weight: torch.cat([x @ x.t(), x], 1) + torch.cat([x.t() @ x[:, :16], x], 0).sum(),
+    "of one type": lambda x, weight: torch.stack([x @ weight, x.exp() @ weight]),
+    "float32": lambda x, weight: F.l1_loss(x @ weight, x[:, 0]) + F.kl_div(x @ weight, x[:, 1], reduction="sum"),
+    "layer norm": lambda x, weight: F.layer_norm(x @ torch.ones(16, 16), (16,), weight),
+    "group norm": lambda x, weight: F.group_norm(F.conv1d(x.reshape(2, 12, 16), torch.ones(12, 12, 3)), 3, weight[:12]),
+    "no gradient": lambda x, weight: (x.detach() @ weight.detach()) * (x @ weight),
+    "an index": lambda x, weight: F.embedding((x @ weight > 0).long(), x),
+    "float64": lambda x, weight: x.double() @ weight.double(),
+}  # fmt: skip
+ALIKE |= {f"autocast, {name}": mixed(function) for name, function in CAST.items()}
 
 
 def shown_and_run(function: Callable[..., Any]) -> tuple[Any, Any]:
@@ -162,7 +185,7 @@ RUN: dict[str, Callable[..., Any]] = {
     "would end a GPU's work": lambda x: x * torch.multinomial(x.detach().abs(), 1),
     "more memory than a step": lambda x, table: F.embedding((x > 0).long(), table) * x[..., None],
     "lies otherwise": lambda x: F.conv2d(images(x), torch.ones(3, 12, 3, 3), padding="same"),
-    "casts of autocast": mixed,
+    "casts of autocast inside an operation": mixed(lambda x, weight: torch.einsum("ij,kj->ik", x, x)),
     "sizes by values": lambda x: x[x[:, 0] > 0],
     "transforms": lambda x: torch.vmap(torch.dot)(x, x),
     "Python": lambda x: x.detach().view(torch.int32).bitwise_and(3) * x,

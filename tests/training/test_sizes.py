@@ -131,8 +131,17 @@ def assert_equal(model: nn.Module, budget: int | str, batches: list[tuple[torch.
     return handle
 
 
-def test_other_lengths_and_batches_are_not_traced_again(traced: Counted) -> None:
-    model = Language()
+class LowPrecision(Language):
+    """In low precision."""
+
+    def forward(self, ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids, keep)
+
+
+@pytest.mark.parametrize("kind", [Language, LowPrecision])
+def test_other_lengths_and_batches_are_not_traced_again(kind: type[Language], traced: Counted) -> None:
+    model = kind()
     budget = tight_budget(model, text(4, 40), fraction=0.2)
     sizes = [(4, 40), (4, 23), (4, 37), (3, 40), (4, 12), (2, 31), (4, 39)]  # there are four heads, too
     handle = assert_equal(model, budget, [text(b, n, seed=k) for k, (b, n) in enumerate(sizes)])
@@ -432,6 +441,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
         lambda: nn.Conv2d(96, 8, 3, padding=1),
         lambda n: (randn(n, 96, 14, 14, seed=0),),
         [(2, 1)],
+    ),
+    "low precision": (  # fewer rows take more
+        lambda: nn.Linear(32, 32).bfloat16(),
+        lambda n: (randn(n, 32, seed=0).bfloat16(),),
+        [(320, 256), (160, 92)],
     ),
     "recurrent": (lambda: nn.LSTM(16, 32, 2, batch_first=True), lambda n: (randn(4, n, 16, seed=0),), [(10, 12)]),
     "pooled": (  # the results have one size
