@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rockmate
-from rkgb.cost.clock import Clock
+from rkgb.cost.clock import Clock, modelled_times
 from rkgb.cost.measure import Known, beside_measured
 from rkgb.cost.memory import _where, measure_memory, measure_peak, measure_phases
 from rkgb.cost.node import times_by
@@ -134,7 +134,7 @@ def test_timed_backwards_get_random_gradients(monkeypatch: pytest.MonkeyPatch) -
     given: list[torch.Tensor] = []
     monkeypatch.setattr("rkgb.cost.clock.run_backward", lambda ends, grads: given.extend(grads))
     run: Any = SimpleNamespace(
-        device=torch.device("cpu"), forward=lambda: [torch.ones(8)], ends=lambda r: r, layouts=()
+        device=torch.device("cpu"), forward=lambda: [torch.ones(8, requires_grad=True)], ends=lambda r: r, layouts=()
     )
     Clock(repeat=1).times(run)
     assert len(set(given[0].tolist())) == 8
@@ -193,6 +193,33 @@ def test_measuring_a_node_takes_no_more_memory_than_a_step_that_keeps_everything
     beside = beside_measured(graphs.S)
     assert read + taken + beside <= rockmate.measure_peak(step)
     assert beside or layers < 6
+
+
+class Widened:
+    """A piece whose result is much larger than what it reads, and whose backward makes something of that size, too."""
+
+    device, layouts = torch.device("cpu"), None
+
+    def __init__(self) -> None:
+        self.x = torch.ones(100, requires_grad=True)
+
+    def forward(self, collect: Any = None) -> list[torch.Tensor]:
+        return [self.x.repeat(1000, 1).neg_()]
+
+    def ends(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        return results
+
+    def drop_gradients(self) -> None:
+        self.x.grad = None
+
+
+@pytest.mark.parametrize("time", [Clock(repeat=1).times, lambda p: modelled_times(p, 1, lambda *_: 1)])
+def test_while_a_backward_is_timed_nobody_holds_the_results(time: Any) -> None:
+    """As in a step: planning takes no more memory than that."""
+    piece, size = Widened(), 400_000
+    time(piece)
+    _, peak, _ = measure_memory(lambda: time(piece), torch.device("cpu"))
+    assert 2 * size <= peak < 3 * size
 
 
 def test_what_empties_the_caches_is_no_memory_of_the_allocator() -> None:

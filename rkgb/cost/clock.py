@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rkgb.cost.costs import Times
-from rkgb.cost.piece import Piece, gradients, randomized, run_backward
+from rkgb.cost.piece import Piece, edges, gradients, randomized, run_backward
 from rkgb.device import kind_of
 from rkgb.trace.preserved import each_saved
 
@@ -88,7 +88,9 @@ class Clock:
             results = piece.forward()
             middle = mark()
             if grads:
-                run_backward(piece.ends(results), grads)
+                ends = edges(piece.ends(results))
+                del results
+                run_backward(ends, grads)
             return (start, middle), (middle, mark())
 
         forward, backward = self.medians(run, piece.device)
@@ -172,8 +174,9 @@ def modelled_times(piece: Piece, touched: int, time: Model) -> tuple[int, int]:
     """
     results, operations = counted(piece.forward)
     forward = time(operations, touched)
-    ends = piece.ends(results)
+    grads, ends = gradients(piece, results), edges(piece.ends(results))
+    del results
     if not ends:
         return forward, 0
-    _, operations = counted(lambda: run_backward(ends, gradients(piece, results)))
+    _, operations = counted(lambda: run_backward(ends, grads))
     return forward, time(operations, 2 * touched)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from rkgb.cost.memory import measure_phases, storage_bytes
 from rkgb.device import kind_of
@@ -160,7 +161,12 @@ def randomized(gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+def edges(ends: Sequence[torch.Tensor]) -> list[Any]:
+    """Where a backward of ``ends`` begins, for ``run_backward``: it needs them no more, as in a step."""
+    return [get_gradient_edge(t) for t in ends]
+
+
+def run_backward(ends: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
     """``torch.autograd.backward``, without its check of shapes, which imports torch's symbolic shapes at first use."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(tuple(ends), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
