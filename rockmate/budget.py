@@ -136,10 +136,8 @@ def _whole(given: object, amount: tuple[Decimal, str], what: str, how: str, mean
     number, unit = amount
     size, no_step = number * _UNITS[unit], "which no step can be run in" if least else "less than none"
     if not unit and 0 < number < FEWEST:
-        why = ", in which no step can be run" if least else ""
-        raise BudgetError(
-            f'the {what} {given!r} is {number:f} bytes{why}: was "{number.normalize():f} GiB"{meant} meant?'
-        )
+        why = "bytes, in which no step can be run: was" if least else "bytes: was"
+        raise BudgetError(f'the {what} {given!r} is {number:f} {why} "{number.normalize():f} GiB"{meant} meant?')
     if size >= 2**63:
         raise BudgetError(f"the {what} {given!r} is more than any device has: {how}")
     if size < least:
