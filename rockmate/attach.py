@@ -86,7 +86,7 @@ def attach(
         sample_kwargs: Keyword arguments beside a tuple.
         costs: "measured" times every operation, "flops" models them: the same plan on every run.
         loss_memory: Bytes that the loss allocates beside the outputs and their gradients, as a number or as text
-            ("200 MiB"); by default it is observed.
+            ("200 MiB"): the least room for it. What it is observed to take beyond that counts from then on.
         on_infeasible: "error" raises ``InfeasibleBudgetError`` where no plan fits the budget, "least" warns
             (``BudgetWarning``) and takes the plan of least memory.
         time_limit: Seconds after which the search for a plan ends with the best so far; by default 60 for each integer

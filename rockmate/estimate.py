@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import rockmate.follow.fitted as followed
 import rockmate.planning.planner as captured
 from rkgb.cost.extrapolate import FEWEST
+from rkgb.errors import GraphError
 from rkgb.sample import Sample
 from rockmate.budget import parse_budget, show_at_least, show_bytes
 from rockmate.calls.attachment import Attachment
@@ -59,9 +60,9 @@ class Estimate:
     """What steps of several sizes take; prints as a table.
 
     ``sizes``: one entry for each size that was asked for. ``budget``: bytes, None if none was given. ``largest``: the
-    largest size that fits it under a plan, ``largest_plain`` without recomputation; 0 if not even the sample's
-    fits, None if there is no budget, or no end. ``measured``: the sizes that ran. ``rough``: names of operations whose
-    memory follows no line or parabola in the size, so that their figures are guesses.
+    largest size that fits it under a plan, ``largest_plain`` without recomputation, be it below the sample's; 0 if
+    none fits, None if there is no budget, or no end. ``measured``: the sizes that figures are fitted to. ``rough``:
+    names of operations whose memory follows no line or parabola in the size, so that their figures are guesses.
     """
 
     sizes: tuple[SizeEstimate, ...]
@@ -78,7 +79,7 @@ class Estimate:
         rows = rows if self.budget is not None else [row[:-1] for row in rows]
         lines = [text_table(rows)]
         if self.budget is not None:
-            ends = ["any size" if n is None else str(n) for n in (self.largest, self.largest_plain)]
+            ends = ["any size" if n is None else str(n or "none") for n in (self.largest, self.largest_plain)]
             lines.append(f"largest that fits {show_bytes(self.budget)}: {ends[0]}; without recomputation {ends[1]}")
         if self.rough:
             few = ", ".join(self.rough[:3]) + (", …" if len(self.rough) > 3 else "")
@@ -134,11 +135,18 @@ def estimate(
     wanted = checked_sizes(sizes, call)
     with Heeded(), Progress(progress) as report:
         known = _Sizes(_measured(model, call, options, report), report)
+        small = _Small(known, lambda size: _fitted([*_points(model, call, [size], options, report)], report)(size))
         available = plain = largest = None
         if limit is not None:
             room = limit.bytes(known.at(known.measured[0]), lambda device: rest_of([model], device).room(device))
-            plain = _largest(call.size, wanted[-1], lambda n: known.at(n).eager_peak <= room)
+            plain = _largest_plain(known, call.size, wanted[-1], room)
             available, largest = room, _largest_planned(known, call.size, wanted[-1], room)
+            if plain == 0:
+                guess = _largest_plain(known, 1, call.size, room)
+                plain = _largest_below(call.size, guess, lambda n: small.at(n).eager_peak <= room)
+            if largest == 0:
+                guess = _largest_planned(known, 1, call.size, room)
+                largest = _largest_below(call.size, guess, lambda n: small.at(n).least[0] <= room)
         found = tuple(_of_size(known, size, available) for size in wanted)
         return Estimate(found, available, largest, plain, known.measured, *known.rough(wanted[-1]))
 
@@ -153,14 +161,13 @@ _Point = tuple[int, Planner | Known]
 """A size, and its graph or followed step, measured."""
 
 
-def _points(model: torch.nn.Module, call: Growing, step: int, options: PlanOptions, report: Report) -> Iterator[_Point]:
-    """The sample's size and those that are larger by ``step``, measured. Raises ``CannotBeCalledError`` where the model
-    does not take the next one.
-    """
+def _points(
+    model: torch.nn.Module, call: Growing, sizes: Sequence[int], options: PlanOptions, report: Report
+) -> Iterator[_Point]:
+    """These sizes, measured. Raises ``CannotBeCalledError`` where the model does not take the next one."""
     probe = Attachment.probe(model, options, progress=False)
-    for k in range(MEASURED):
-        size = call.size + k * step
-        report(f"measure, size {size}", k / MEASURED)
+    for k, size in enumerate(sizes):
+        report(f"measure, size {size}", k / len(sizes))
         probe.families.clear()  # so that no size stands for another one
         probe.plan_for(call.at(size))
         yield size, probe.planned
@@ -176,8 +183,9 @@ def _measured(model: torch.nn.Module, call: Growing, options: PlanOptions, repor
     points: list[_Point] = []
     while len(points) < MEASURED:
         points.clear()
+        tried = range(call.size, call.size + MEASURED * step, step)
         try:
-            for point in _points(model, call, step, options, report):
+            for point in _points(model, call, tried, options, report):
                 points.append(point)
         except CannotBeCalledError as error:
             if not points:
@@ -257,6 +265,24 @@ class _Sizes:
         return any(walk(step.problem, s).peak + step.reserved <= available for s in self._schedules.values())
 
 
+class _Small:
+    """Steps of sizes below the sample's, at which a model may compute something else: each one that is asked for is
+    ``run``, or is one of ``known`` where the model does not take it.
+    """
+
+    def __init__(self, known: _Sizes, run: Callable[[int], StepOfSize]) -> None:
+        self.known, self.run = known, run
+        self._steps: dict[int, StepOfSize] = {}
+
+    def at(self, size: int) -> StepOfSize:
+        if size not in self._steps:
+            try:
+                self._steps[size] = self.run(size)
+            except (CannotBeCalledError, GraphError):
+                self._steps[size] = self.known.at(size)
+        return self._steps[size]
+
+
 def _of_size(known: _Sizes, size: int, available: int | None) -> SizeEstimate:
     step, least = known.at(size), known.least(size)
     most, fits = step.eager_peak, ""
@@ -274,10 +300,28 @@ def _largest(smallest: int, start: int, fits: Callable[[int], bool]) -> int | No
         low, high = high, 2 * high
         if high > MOST * smallest:
             return None
+    return _between(low, high, fits)
+
+
+def _between(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest size for which ``fits``, as it does for ``low``, and does not for ``high``."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _largest_below(size: int, guess: int | None, fits: Callable[[int], bool]) -> int:
+    """As ``_largest``, of those below ``size``; they are tried from ``guess`` on."""
+    low, high = 0, size
+    for n in (guess or 0, 1 + (guess or 0)):
+        if low < n < high:
+            low, high = (n, high) if fits(n) else (low, n)
+    return _between(low, high, fits)
+
+
+def _largest_plain(known: _Sizes, smallest: int, start: int, available: int) -> int | None:
+    return _largest(smallest, start, lambda n: known.at(n).eager_peak <= available)
 
 
 def _largest_planned(known: _Sizes, smallest: int, start: int, available: int) -> int | None:

@@ -78,9 +78,9 @@ class Rockmate(torch.nn.Module):
         sample_kwargs: Keyword arguments beside a tuple.
         costs: "measured" times every operation, "flops" models them, so that every run has the same plan.
         loss_memory: Bytes, or text such as "200 MiB", that the loss allocates beside the outputs and their gradients.
-            By default, room for three times the outputs' bytes is left in the first step, and for what the loss took
-            from then on (``plan.room``). A scalar beside other outputs is taken for the loss until a step has shown
-            where the backward starts.
+            In the first step that is the room for it, by default three times the outputs' bytes; what the loss took
+            counts from then on (``plan.room``), but no less than was given. A scalar beside other outputs is taken for
+            the loss until a step has shown where the backward starts.
         time_limit: Seconds after which a search ends with the best plan so far; by default 60 for each integer program.
         solver: One of ``solvers.solver_names(solvers.Problem)``, such as "sqrt" or one of your own; "auto" is the best.
         progress: Whether to show how far planning is; by default on a terminal, when it takes more than a second.

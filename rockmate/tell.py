@@ -124,10 +124,14 @@ def _loaded(plan: Plan) -> str:
     return f" ({' and '.join(found)} loaded)" if found and "load" in plan.setup_seconds else ""
 
 
+_NAMES = dict.fromkeys(("train", "eval"), "train or eval")
+"""Of what is said of a call without a name."""
+
+
 def _difference(before: tuple[str, ...], now: tuple[str, ...]) -> str:
     """In what two calls differ, by the names of their inputs."""
-    old, new = ({words.partition(" ")[0]: words for words in call} for call in (before, now))
-    changed = [f"{words} was {old[k].partition(' ')[2]}" for k, words in new.items() if k in old and old[k] != words]
+    old, new = ({_NAMES.get(words, words.partition(" ")[0]): words for words in call} for call in (before, now))
+    changed = [f"{words} was {old[k].removeprefix(f'{k} ')}" for k, words in new.items() if old.get(k, words) != words]
     changed += [f"{words}, not there before" for k, words in new.items() if k not in old]
     changed += [f"no {k}" for k in old if k not in new]
     if changed:

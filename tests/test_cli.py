@@ -262,7 +262,7 @@ def test_plan_for_autocast_with_another_solver(run: Run) -> None:
     more = ("--autocast", "bfloat16", "--solver", "every_block", "--loss-memory", "1 KiB", "--time-limit", "5")
     done = run("plan", "model.py:make", "--budget", "1 MiB", "--costs", "flops", *more, "--json")
     assert done.values["calls"] == [["input float32[256, 16]", "train", "autocast bfloat16"]]
-    done = run("check", "model.py:make", "--autocast", "bfloat16", "--costs", "flops")
+    done = run("check", "model.py:make", "--autocast", "bf16", "--costs", "flops")
     assert "mode                train, autocast bfloat16" in done.out and "--autocast bfloat16\n" in done.out
 
 
@@ -325,7 +325,7 @@ def test_estimate_of_several_sizes(run: Run, sizes: list[str]) -> None:
     assert [(s["size"], s["peak"], s["fits"]) for s in done.values["sizes"]] == [
         (s.size, s.peak, s.fits) for s in found.sizes
     ]
-    assert done.values["largest"] == found.largest
+    assert (done.values["largest"], done.values["largest_plain"]) == (found.largest, found.largest_plain)
 
 
 def test_estimate_as_text(run: Run) -> None:
@@ -404,6 +404,7 @@ MISUSE: list[tuple[list[str], str]] = [
         ["check", "model.py:make", "--loss-memory", "lots"],
         "the room for the loss .loss_memory. 'lots' is no amount of memory: give bytes",
     ),
+    (["check", "model.py:make", "--loss-memory", "200"], 'is 200 bytes: was "200 GiB" or "200 B" meant?'),
     (["check", "model.py:make", "--costs", "guessed"], "Invalid value for '--costs'"),
     (["plan", "model.py:make"], "Missing option '--budget'"),
     (["plan", "model.py:make", "--budget", "8"], 'was "8 GiB" meant?'),

@@ -576,6 +576,7 @@ def test_what_differs_between_calls_is_said_by_name(plan: Plan) -> None:
     now = ("ids int64[4, 32]", "labels int64[4, 32]", "train")
     line = planned_line("Net", now, plan, 2, before)
     assert line.endswith("; new: ids int64[4, 32] was int64[4, 64], labels int64[4, 32], not there before, no mask")
+    assert planned_line("Net", (*now[:2], "eval"), plan, 2, now).endswith("; new: eval was train")
     assert planned_line("Net", now, plan, 2, now).endswith(
         "; new: something in the module's Python, or gradients, differs"
     )

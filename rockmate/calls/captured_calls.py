@@ -127,7 +127,9 @@ class CapturedCalls(PlansOfCalls):
         """``runnable`` for calls after so many others of their step: what these do with outputs is observed apart."""
         found = self._places.get((runnable.number, place))
         if found is None:
-            observer = runnable.observer and Observer(runnable.plan.graph, runnable.planner.options.loss_memory is None)
+            observer = runnable.observer and Observer(
+                runnable.plan.graph, runnable.planner.options.loss_memory is not None
+            )
             found = replace(runnable, observer=observer)
             there = {v.number for v in self.cache.plans()}  # plans that were dropped have no places any more
             self._places = {at: other for at, other in self._places.items() if at[0] in there}
@@ -169,6 +171,7 @@ class CapturedCalls(PlansOfCalls):
                 self.front.tell_again(runnable, new)
         self.cache.adapt(runnable, new)
         self._places.update((at, new) for at, other in list(self._places.items()) if other is runnable)
+        self.terms.compare_loss(new.planner)
         return new
 
     def _learn(self, runnable: Runnable, inputs: list[torch.Tensor], all_inputs: Sequence[Any]) -> None:

@@ -167,6 +167,11 @@ class FreeCalls:
         return [self._rough[kind] for kind in self.spacious if kind in self._rough]
 
     @property
+    def has_measured_binding(self) -> bool:
+        """Whether a step was measured whose like is to be planned; of a share, calls bind that nobody has measured."""
+        return any(kind in self._rough for kind in self.binding)
+
+    @property
     def may_measure(self) -> bool:
         """Whether a call that comes now can be measured."""
         return self._measured < MOST_KINDS and FreeLook.possible()

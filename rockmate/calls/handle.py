@@ -279,9 +279,11 @@ class Handle(Front):
             return ""
         if self._followed is not None and not self.ran_freely:
             return "; none for what the last call computed, which is new or fits no plan"
-        if any(calls.binding for calls in self._free_calls()):
+        if any(calls.has_measured_binding for calls in self._free_calls()):
             return ": a step was measured, and the next one like it is planned"
-        return ": the budget does not bind" if self._free is not None else ": no step with gradients yet"
+        trained = self.known_model is None or any(p.requires_grad for p in self.model.parameters())
+        none = f": no step with gradients yet{'' if trained else ', as no parameter needs one'}"
+        return ": the budget does not bind" if self._free is not None else none
 
     def _forget(self) -> None:
         """No plan is known, nor a way in which calls run."""

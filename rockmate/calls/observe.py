@@ -51,12 +51,12 @@ _NONE: frozenset[int] = frozenset()
 class Observer:
     """Watches the calls of one plan. ``news``: they differ from what it is for, which ``usage`` and ``room`` say.
 
-    ``measures``: whether the room for the loss is to be learned.
+    ``measures``: whether the room for the loss is to be learned. ``declared``: whether the user said what it takes.
     """
 
-    def __init__(self, k: K_graph, measures: bool) -> None:
+    def __init__(self, k: K_graph, declared: bool) -> None:
         d = k.s.d
-        self.measures = measures
+        self.measures, self.declared = True, declared
         self.gradients = k.gradient_bytes
         self.storages = [d.values[v].storage for v in d.outputs]
         self.saved = {x for facts in d.facts for x in facts.saved.storages}
@@ -97,10 +97,15 @@ class Observer:
     def as_seen_by(self, other: Observer, room: Room) -> None:
         """Calls of the same graph at another size were seen; their loss took what is now ``room``.
 
-        Where no plan was made for what was seen, ``room`` is not for that: these calls are looked at themselves.
+        Where no plan was made for what was seen, ``room`` is not for that: these calls are looked at themselves. So are
+        they where it was declared, and may not suffice at this larger size.
         """
         if other.usage is None or other.unsure or other.refused is not None or (other.news and not other.holds_more):
             return
+        if room.outputs is None and self.declared:
+            if self.outputs > other._outputs:
+                return
+            self._peak, self._kept, self._outputs = other._peak, other._kept, other._outputs
         self.usage, self._known, self._look = other.usage, set(other._known), False
         self.news, self.holds_more = other.news, other.holds_more
         if room.outputs is not None:
@@ -118,7 +123,11 @@ class Observer:
             more = "takes more than was seen, a step exceeds the budget. Declare what it takes at most (loss_memory=)"
             warn(
                 f"the loss is another one in each of {_LOOKS} observed steps, and steps are observed no more: where it "
-                + (more if self.measures else "uses outputs otherwise than was seen, a step may exceed the budget"),
+                + (
+                    more
+                    if self.measures and not self.declared
+                    else "uses outputs otherwise than was seen, a step may exceed the budget"
+                ),
                 BudgetWarning,
             )
         if not self._look or self._looks >= _LOOKS or not self.places or not Look.possible():

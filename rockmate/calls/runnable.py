@@ -71,7 +71,7 @@ def make_runnable(planner: Planner, budget: int, observer: Observer | None = Non
     """The plan for ``budget``, ready to run; ``observer``: of an earlier plan for the same kind of call."""
     plan = planner.plan(budget)
     if planner.saved is None:
-        observer = observer or Observer(plan.graph, planner.options.loss_memory is None)
+        observer = observer or Observer(plan.graph, planner.options.loss_memory is not None)
     return Runnable(planner, plan, program_of(plan), observer)
 
 
@@ -89,7 +89,7 @@ def carried_runnable(planner: Planner, budget: int, like: Runnable) -> Runnable:
     like.family.learn(planner, plan)
     observer = None
     if like.observer is not None:
-        observer = Observer(plan.graph, planner.options.loss_memory is None)
+        observer = Observer(plan.graph, planner.options.loss_memory is not None)
         observer.as_seen_by(like.observer, planner.room)
     return dataclasses.replace(like, planner=planner, plan=plan, program=program_of(plan), observer=observer)
 

@@ -43,6 +43,7 @@ class Terms:
     planned: bool = field(default=False, init=False)  # something was, so that a share is none of what comes
     _room: int | None = field(default=None, init=False)  # "auto": bytes for a step that makes all gradients
     _changes: int = field(default=0, init=False)  # of optimizers, when that was found
+    _compared: bool = field(default=False, init=False)  # the loss took more than was declared, which was said
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used when it is given, not at the first call that is planned."""
@@ -162,6 +163,18 @@ class Terms:
     def declared(self) -> int:
         """Bytes that the loss allocates, as far as the user said so."""
         return self.options.loss_memory or 0
+
+    def compare_loss(self, seen: Planner) -> None:
+        """Say once that the loss was ``seen`` to take more than the user said."""
+        if self.options.loss_memory is None or not seen.room.seen or self._compared:
+            return
+        self._compared = True
+        warn(
+            f"the loss took {show_bytes(seen.room.total - seen.graphs.K.output_bytes)}, more than "
+            f"loss_memory={show_bytes(self.declared)}, so that the step may have exceeded the budget: later ones are "
+            "planned for what it took. Declare the most that it takes",
+            BudgetWarning,
+        )
 
     def bytes_of(self, asked: Budget, planned: Planned) -> int:
         """Bytes of a budget for the step of ``planned``."""

@@ -30,8 +30,12 @@ COSTS = click.option(
     show_default=True,
     help="Time every operation, or model the times: the same plan on every run.",
 )
+TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 AUTOCAST = click.option(
-    "--autocast", type=click.Choice(["bfloat16", "float16"]), help="Plan for torch.autocast with this type."
+    "--autocast",
+    type=click.Choice([*TYPES.values(), *TYPES]),
+    callback=lambda context, parameter, name: TYPES.get(name, name),
+    help="Plan for torch.autocast with this type.",
 )
 COMPILE = click.option("--compile", is_flag=True, help="Plan for compiled kernels, as with compile=True in a script.")
 LOSS = click.option("--loss-memory", metavar="BYTES", help='What the loss allocates, such as "200 MiB".')

@@ -22,7 +22,7 @@ from rkgb.pipeline import make_K
 from rockmate.planning.finder import CARRIED, LITTLE, PlanFinder
 from rockmate.planning.kept import Bounded
 from rockmate.planning.plan import Plan
-from rockmate.planning.problem import Room, bytes_of_outputs, grown, problem_of, usual_room, wider
+from rockmate.planning.problem import Room, bytes_of_outputs, declared_room, grown, problem_of, usual_room, wider
 from rockmate.progress import Report, part_of, silent
 from solvers import Bwd, ChainPlan, Options, Problem, Schedule, ScheduleError, keep_everything, walk, with_deletes
 
@@ -45,7 +45,7 @@ class Planner(PlanFinder):
         self, model: torch.nn.Module, inputs: list[torch.Tensor], usage: Usage, seen: Room | None, unsure: bool
     ) -> Planner:
         """A planner for another ``usage`` of the outputs, with as much room for the loss as was ``seen``; if nothing
-        was, or if that is ``unsure``, with the usual room at least.
+        was, or if that is ``unsure``, with the usual room at least. What was declared is the least room.
 
         What is not measured yet is measured on ``inputs``. Blocks that stay what they were are not solved again.
         """
@@ -56,7 +56,10 @@ class Planner(PlanFinder):
             k = make_K(self.graphs.S, model, inputs, self.options.costs, usage, self.graphs.known, k.missing)
             doing = phase_of(self.graphs.known, before)
             seconds[doing] = seconds.get(doing, 0.0) + time.perf_counter() - start
-        room = seen if seen and not unsure else wider(usual_room(k, self.options.loss_memory), seen)
+        if (declared := self.options.loss_memory) is not None:
+            room = declared_room(k, declared, seen)
+        else:
+            room = seen if seen and not unsure else wider(usual_room(k, None), seen)
         return self.with_costs(k, room, self.graphs.known, saved=None, seconds=seconds)
 
     def with_auto_solver(self) -> Planner:

@@ -40,6 +40,11 @@ class Room:
         return self.outputs is not None
 
     @property
+    def total(self) -> int:
+        """Of the loss, when the backward begins."""
+        return self.between + self.kept
+
+    @property
     def predicted_kept(self) -> int:
         """What ``plan.predicted_peak`` counts in place of ``kept``: the usual losses keep nothing."""
         return self.kept if self.seen else 0
@@ -69,6 +74,15 @@ def seen_room(peak: int, kept: int, scalars: int, outputs: int) -> Room:
     kept = max(0, kept - scalars)
     between = max(0, peak - kept - scalars)
     return Room(between, kept, between, scalars, outputs)
+
+
+def declared_room(k: K_graph, loss_memory: int, seen: Room | None) -> Room:
+    """For a loss that was declared, or for what was ``seen``, where that is more."""
+    room = usual_room(k, loss_memory)
+    if seen is None or (seen.total <= room.total and seen.kept <= room.kept):
+        return room
+    kept = seen.kept
+    return seen if seen.total > room.total else dataclasses.replace(room, between=room.total - kept, kept=kept)
 
 
 def wider(room: Room, seen: Room | None) -> Room:

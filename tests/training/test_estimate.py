@@ -162,6 +162,33 @@ def test_nothing_fits_a_budget_below_the_sample() -> None:
     found = estimate(mlp(), randn(16, 16, seed=0), [16, 32], 400)
     assert [s.fits for s in found.sizes] == ["no", "no"]
     assert (found.largest, found.largest_plain) == (0, 0)
+    assert str(found).endswith("largest that fits 400 bytes: none; without recomputation none")
+
+
+class Widens(nn.Module):
+    """Takes more where there are few rows; takes ``rows`` at a time."""
+
+    def __init__(self, rows: int, few: int) -> None:
+        super().__init__()
+        self.layers, self.rows, self.few = mlp(), rows, few
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x.view(-1, self.rows, 16)).exp()
+        return torch.cat([y, y]).tanh() if x.shape[0] < self.few else y.tanh()
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, 0), (2, 0), (1, 400)])
+def test_the_largest_sizes_that_fit_may_be_below_the_sample(rows: int, few: int) -> None:
+    """They are those that planning says, also where the model computes something else at them."""
+    model, x = Widens(rows, few), randn(512, 16, seed=0)
+    curves = [rockmate.frontier(model, x[:n], costs="flops") for n in (300, 300 + rows)]
+    found = estimate(model, x, [512, 1024], curves[0].max_budget)
+    assert found.largest_plain is not None and 300 <= found.largest_plain < 300 + rows
+    assert found.largest is not None and found.largest > found.largest_plain
+    assert curves[0].min_budget < curves[1].min_budget
+    found = estimate(model, x, 512, curves[0].min_budget)
+    assert found.largest is not None and 300 <= found.largest < 300 + rows
+    assert found.largest_plain is not None and 0 < found.largest_plain < 300
 
 
 def test_the_model_is_left_as_it_was() -> None:

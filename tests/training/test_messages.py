@@ -330,6 +330,21 @@ def test_what_is_printed_of_a_handle_says_why_there_is_no_plan() -> None:
     assert repr(handle).endswith(", 1 plan>")
 
 
+@pytest.mark.parametrize("budget", ["50%", "8 GiB"])
+def test_what_is_printed_of_a_handle_where_nothing_needs_a_gradient(budget: str) -> None:
+    """Nor is a call planned whose results have no gradient."""
+    model = Mlp().requires_grad_(False)
+    handle = attach(model, budget, costs="flops", cache=False)
+    for _ in range(2):
+        model(X)
+    assert repr(handle).endswith("0 plans: no step with gradients yet, as no parameter needs one>")
+    model = Mlp()
+    model.layers.register_forward_hook(lambda layers, args, y: y.detach())
+    handle = attach(model, "50%", costs="flops", cache=False)
+    model(X)
+    assert repr(handle).endswith("0 plans: no step with gradients yet>")
+
+
 def test_what_is_printed_of_a_followed_handle_says_that_the_last_call_was_new() -> None:
     torch.manual_seed(0)
     model = Mlp(branches=True)

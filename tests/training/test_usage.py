@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from rockmate import Attachment, BudgetWarning, InfeasibleBudgetError, Rockmate, attach, frontier, measure_peak
 from rockmate.planning.finder import SCALARS
+from rockmate.planning.plan import Plan
 
 VOCABULARY, WIDTH, LENGTH = 512, 32, 64
 
@@ -299,6 +300,29 @@ def test_loss_memory_overrides_what_is_seen() -> None:
     for _ in range(3):
         rk(ids).sum().backward()
     assert rk.plan.room == room
+
+
+@pytest.mark.parametrize("sizes", [(512,), (128, 512, 128)])
+def test_a_loss_that_takes_more_than_was_declared_counts(sizes: tuple[int, ...]) -> None:
+    """From the next step on, also where it sufficed for a smaller size; it is said once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))))
+    handle, said = attach(model, "1536 KiB", costs="flops", loss_memory="256 KiB"), list[str]()
+    for n in sizes:
+        x = torch.randn(n, 32)
+
+        def train(x: torch.Tensor = x) -> None:
+            y = model(x)
+            torch.stack([(k * y).exp().tanh().mean() for k in range(1, 5)]).sum().backward()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                train()
+        said += [str(w.message) for w in caught if w.category is BudgetWarning]
+        assert measure_peak(train, "cpu") <= handle.budget, n
+        assert isinstance(handle.plan, Plan) and handle.plan.room.seen == bool(said)
+    assert len(said) == 1 and "more than loss_memory=256.0 KiB" in said[0]
 
 
 def test_a_larger_loss_than_any_plan_has_room_for_is_said() -> None:
