@@ -97,22 +97,26 @@ def parse_budget(budget: object) -> Budget:
                 BudgetWarning,
             )
         return Budget(share=amount / 100)
-    percent = 100 * amount if amount < 1 else amount
-    a_share = amount < 1 or (isinstance(budget, str) and MOST_GIB < amount <= 100)
-    share = f' or "{percent.normalize():f}%"' if a_share else ""
-    return Budget(_whole(budget, (amount, unit), "budget", _HOW, share))
+    if not unit and 0 < amount < FEWEST:
+        percent = 100 * amount if amount < 1 else amount
+        a_share = amount < 1 or (isinstance(budget, str) and MOST_GIB < amount <= 100)
+        share = f' or "{percent.normalize():f}%"' if a_share else ""
+        meant = f'"{amount.normalize():f} GiB"{share}'
+        raise BudgetError(f"the budget {budget!r} is {amount:f} bytes, in which no step can be run: was {meant} meant?")
+    return Budget(_whole(budget, amount * _UNITS[unit], "budget", _HOW))
 
 
-def parse_bytes(given: object, what: str = "limit", least: int = 1) -> int:
-    """Bytes of a number, or of text with a unit as in ``parse_budget``; raises ``BudgetError`` for anything else, and
-    for fewer than ``least``.
+def parse_bytes(given: object, what: str = "limit") -> int:
+    """Bytes of a number, or of text with a unit as in ``parse_budget``; raises ``BudgetError`` for anything else.
 
     ``what`` it is called in the error.
     """
     amount, unit = _amount(given, what, _BYTES)
     if unit == "%":
         raise BudgetError(f"the {what} {given!r} is a share, and nothing says of what: {_BYTES}")
-    return _whole(given, (amount, unit), what, _BYTES, "" if least else f' or "{amount} B"', least)
+    if not unit and 0 < amount < FEWEST and (isinstance(given, str) or amount != int(amount)):
+        raise BudgetError(f'the {what} {given!r} is {amount:f} bytes: was "{amount.normalize():f} GiB" meant?')
+    return _whole(given, amount * _UNITS[unit], what, _BYTES)
 
 
 def _amount(given: object, what: str, how: str) -> tuple[Decimal, str]:
@@ -122,7 +126,7 @@ def _amount(given: object, what: str, how: str) -> tuple[Decimal, str]:
     try:
         if not isinstance(given, str):
             amount = Decimal(given) if isinstance(given, int) else Decimal(repr(float(given)))
-            return (Decimal(-1) if amount.is_nan() else amount), ""
+            return (Decimal(0) if amount.is_nan() else amount), ""
         match = _AMOUNT.fullmatch(given.lower())
         if match and match[2] in (*_UNITS, "%"):
             return Decimal(match[1]), match[2]
@@ -131,15 +135,9 @@ def _amount(given: object, what: str, how: str) -> tuple[Decimal, str]:
     raise BudgetError(f"the {what} {given!r} is no amount of memory: {how}")
 
 
-def _whole(given: object, amount: tuple[Decimal, str], what: str, how: str, meant: str, least: int = 1) -> int:
-    """Bytes of an ``amount`` and its unit. ``meant``: what else than GiB may have been. ``least``: 1 for a step."""
-    number, unit = amount
-    size, no_step = number * _UNITS[unit], "which no step can be run in" if least else "less than none"
-    if not unit and 0 < number < FEWEST:
-        why = "bytes, in which no step can be run: was" if least else "bytes: was"
-        raise BudgetError(f'the {what} {given!r} is {number:f} {why} "{number.normalize():f} GiB"{meant} meant?')
+def _whole(given: object, size: Decimal, what: str, how: str) -> int:
     if size >= 2**63:
         raise BudgetError(f"the {what} {given!r} is more than any device has: {how}")
-    if size < least:
-        raise BudgetError(f"the {what} is {given} bytes, {no_step}: {how}")
+    if size < 1:
+        raise BudgetError(f"the {what} is {given} bytes, which no step can be run in: {how}")
     return int(size)

@@ -404,7 +404,7 @@ MISUSE: list[tuple[list[str], str]] = [
         ["check", "model.py:make", "--loss-memory", "lots"],
         "the room for the loss .loss_memory. 'lots' is no amount of memory: give bytes",
     ),
-    (["check", "model.py:make", "--loss-memory", "200"], 'is 200 bytes: was "200 GiB" or "200 B" meant?'),
+    (["check", "model.py:make", "--loss-memory", "200"], 'is 200 bytes: was "200 GiB" meant?'),
     (["check", "model.py:make", "--costs", "guessed"], "Invalid value for '--costs'"),
     (["plan", "model.py:make"], "Missing option '--budget'"),
     (["plan", "model.py:make", "--budget", "8"], 'was "8 GiB" meant?'),

@@ -97,9 +97,6 @@ def test_budgets_that_are_none(budget: object) -> None:
 def test_budgets_that_count_gigabytes(budget: int | float | str, meant: str) -> None:
     with pytest.raises(BudgetError, match=f"in which no step can be run: was {meant} meant"):
         Rockmate(mlp(), X, budget)
-    if meant.endswith('GiB"'):
-        with pytest.raises(BudgetError, match=f"the limit .* in which no step can be run: was {meant} meant"):
-            parse_bytes(budget)
 
 
 def test_budgets_that_are_shares() -> None:
@@ -257,10 +254,7 @@ def test_arguments_of_another_kind() -> None:
     arguments: list[tuple[dict[str, Any], str]] = [
         ({"budget": "1 MiB", "sample_kwargs": [1]}, "sample_kwargs is of type list: give a dict"),
         ({"budget": "1 MiB", "loss_memory": "60%"}, "'60%' is a share, and nothing says of what"),
-        (
-            {"budget": "1 MiB", "loss_memory": -1},
-            "the room for the loss .loss_memory. is -1 bytes, less than none: give bytes",
-        ),
+        ({"budget": "1 MiB", "loss_memory": -1}, "loss_memory=-1: give whole bytes"),
     ]
     for given, message in arguments:
         with pytest.raises(InputError, match=message):

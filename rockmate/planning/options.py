@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from math import inf
+from numbers import Integral
 from typing import Any
 
 from rkgb.cost.measure import check_costs
@@ -65,4 +66,11 @@ def checked_loss(loss_memory: Any) -> int | None:
     """Bytes; None for the usual room."""
     if loss_memory is None:
         return None
-    return parse_bytes(loss_memory, "room for the loss (loss_memory)", least=0)
+    if isinstance(loss_memory, str):
+        return parse_bytes(loss_memory, "room for the loss (loss_memory)")
+    if isinstance(loss_memory, bool) or not isinstance(loss_memory, Integral) or loss_memory < 0:
+        raise InputError(
+            f'loss_memory={loss_memory!r}: give whole bytes, 0 or more, or text such as "200 MiB", or None for the '
+            "usual room"
+        )
+    return int(loss_memory)

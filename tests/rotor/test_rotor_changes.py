@@ -35,7 +35,7 @@ def least(m: nn.Module, sample: Any) -> rotor.Checkpointable:
     """With the smallest limit that can be met."""
     chk = rotor.Checkpointable(m, sample, costs="flops")
     with pytest.raises(InfeasibleBudgetError) as error:
-        chk.compute_sequence(1000)
+        chk.compute_sequence(100)
     chk.compute_sequence(error.value.min_budget)
     return chk
 
@@ -649,7 +649,7 @@ def test_a_layer_that_is_left_out_at_random_is_measured_on_one_path() -> None:
     eager = copy.deepcopy(m)
     chk = rotor.Checkpointable(m, x())
     with pytest.raises(InfeasibleBudgetError) as error:
-        chk.compute_sequence(1000)
+        chk.compute_sequence(100)
     chk.compute_sequence(error.value.min_budget)
     for run in (chk, eager):
         torch.manual_seed(1)
