@@ -53,12 +53,22 @@ _CHOOSING = ("conv", "scaled_dot_product_attention", "lstm", "gru", "rnn_", "lin
 """Parts of the names of operations that choose an algorithm, or the sizes of its blocks, by the sizes of tensors."""
 
 
+_PRODUCTS = ("linear", "mm", "matmul")
+"""Parts of the names of operations that, in types of two bytes, oneDNN computes in blocks with copies of some."""
+
+
 def chooses(s: S_graph, i: int) -> bool:
     """Whether node i has an operation that takes another amount of temporary memory from some size on, or one of the
     user's, of which nothing is known.
     """
     own = any(not isinstance(s.d.nodes[op].op, torch._ops.OpOverload) for op in s.nodes[i].ops)
-    return own or _has_one_of(s, i, (*_CHOOSING, *kind_of(s.device).choosing))
+    return own or _has_one_of(s, i, _CHOOSING) or _may_need_more_for_less(s, i)
+
+
+def _may_need_more_for_less(s: S_graph, i: int) -> bool:
+    """Whether node i has an operation that may need more memory for smaller tensors."""
+    low = any(s.d.values[v].dtype in (torch.bfloat16, torch.float16) for v in s.nodes[i].reads)
+    return _has_one_of(s, i, (*kind_of(s.device).choosing, *(_PRODUCTS if low else ())))
 
 
 def _has_one_of(s: S_graph, i: int, parts: Sequence[str]) -> bool:
@@ -71,14 +81,13 @@ def choosing_anew(old: S_graph, new: S_graph) -> frozenset[int]:
     size, or one of the user's, and something they read or make is larger than in ``old``.
 
     Convolutions may need more for smaller inputs, too: on CPUs some do for a batch of one instead of two, and some that
-    have strides for one row less. ``Kind.choosing`` names such operations.
+    have strides for one row less. ``Kind.choosing`` names such operations. So may products in types of two bytes.
     """
-    choosing = kind_of(new.device).choosing
     sizes = [(v, x.bytes, old.d.values[v].bytes) for v, x in new.d.values.items()]
     larger, changed = {v for v, now, was in sizes if now > was}, {v for v, now, was in sizes if now != was}
 
     def may_need_more(i: int) -> bool:
-        suspect = changed if _has_one_of(new, i, choosing) else larger
+        suspect = changed if _may_need_more_for_less(new, i) else larger
         return not suspect.isdisjoint((*new.nodes[i].reads, *new.nodes[i].makes)) and chooses(new, i)
 
     return frozenset(filter(may_need_more, range(len(new.nodes))))

@@ -98,15 +98,16 @@ class Observer:
         """Calls of the same graph at another size were seen; their loss took what is now ``room``.
 
         Where no plan was made for what was seen, ``room`` is not for that: these calls are looked at themselves. So are
-        they where it was declared, and may not suffice at this larger size.
+        they at a larger size than was seen: a loss may grow faster than the outputs.
         """
         if other.usage is None or other.unsure or other.refused is not None or (other.news and not other.holds_more):
             return
+        is_larger = self.outputs > other._outputs
         if room.outputs is None and self.declared:
-            if self.outputs > other._outputs:
+            if is_larger:
                 return
             self._peak, self._kept, self._outputs = other._peak, other._kept, other._outputs
-        self.usage, self._known, self._look = other.usage, set(other._known), False
+        self.usage, self._known, self._look = other.usage, set() if is_larger else set(other._known), is_larger
         self.news, self.holds_more = other.news, other.holds_more
         if room.outputs is not None:
             self._peak, self._kept = room.between + room.kept + room.scalars, room.kept + room.scalars
