@@ -24,13 +24,15 @@ SLACK = 16
 
 class Online(Policy):
     """``limit``: bytes that may live, or a ``share`` of what autograd would keep. ``left``: it takes over from a plan,
-    which may have let go what others cannot be made again without.
+    which may have let go what others cannot be made again without. ``kept``: bytes that are held, whatever the limit
+    is, of those that can go: without any, each read of a backward may run nearly all of the forward again.
     """
 
-    def __init__(self, limit: int | None, share: float = 1.0, left: bool = False) -> None:
-        self.limit, self.share, self.left = limit, share, left
+    def __init__(self, limit: int | None, share: float = 1.0, left: bool = False, kept: int = 0) -> None:
+        self.limit, self.share, self.left, self.kept = limit, share, left, kept
         self.saved = 0  # bytes of data that autograd would keep
         self.held = 0  # bytes of data that are held, at most
+        self.floor = 0  # bytes that live and cannot go
         self.warned = False  # that a step may exceed the budget
 
     def after(self, tape: Tape, index: int, results: Sequence[Any]) -> None:
@@ -50,7 +52,7 @@ class Online(Policy):
             datum.base = t.detach()
 
     def asked(self, tape: Tape, slot: Slot) -> None:
-        tape.reruns.limit = self.limit
+        tape.reruns.limit = None if self.limit is None else self._most(tape)
         if self.left and not self.warned and not tape.open and graph_is_retained():
             self.warned = True
             warn_unplanned(RETAINED)
@@ -77,19 +79,34 @@ class Online(Policy):
     def _make_room(self, tape: Tape) -> None:
         if self.limit is None and self.share >= 1:
             return
-        most = int(self.share * self.saved) if self.limit is None else self.limit
-        if self.limit is None and self.held > most:
-            self.held = sum(d.size for d in tape.data if d.base is not None)
-        excess = (self.held if self.limit is None else tape.ledger.live) - most
-        if excess > 0:
-            self.held -= evict(tape, excess + most // SLACK)
+        most, live = self._most(tape), tape.ledger.live
+        if self.limit is None:
+            if self.held > most:
+                self.held = sum(d.size for d in tape.data if d.base is not None)
+            live = self.held
+        if live > most:
+            going = [(cost, d.number) for d in tape.data if (cost := _rate(tape, d)) is not None]
+            room = sum(tape.data[number].size for _, number in going)
+            if self.limit is not None:
+                self.floor = live - room
+                most = self._most(tape)
+            if live > most:
+                self.held -= evict(tape, going, max(live - most, min(live - most + most // SLACK, room - self.kept)))
+
+    def _most(self, tape: Tape) -> int:
+        """Bytes that may live: what the limit is, or where that is less than cannot go, a little more than this."""
+        if self.limit is None:
+            return int(self.share * self.saved)
+        self.floor = min(self.floor, tape.ledger.live)
+        return self.limit if self.floor <= self.limit else self.floor + self.kept
 
 
-def evict(tape: Tape, wanted: int) -> int:
-    """Let data go until ``wanted`` bytes are free, or nothing is left that can; how many are."""
-    heap = [(cost, d.number) for d in tape.data if (cost := _rate(tape, d)) is not None]
+def evict(tape: Tape, going: list[tuple[float, int]], wanted: int) -> int:
+    """Let data go until ``wanted`` bytes are free, or nothing is left that can; how many are. ``going``: these data, by
+    ``_rate``.
+    """
+    heap, freed = going, 0
     heapq.heapify(heap)
-    freed = 0
     while heap and freed < wanted:
         cost, number = heapq.heappop(heap)
         datum = tape.data[number]
