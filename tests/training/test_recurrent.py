@@ -469,7 +469,7 @@ class Drops(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*each kind of call that has come:rockmate.BudgetWarning")
 def test_steps_that_are_not_worth_a_plan_run_little_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where masks alone take more than such a step may keep, each box's read of the backward does not run all layers."""
+    """Where masks alone take more than such a step may keep, not each read of the backward runs all layers."""
     ran = 0
 
     def counted(reruns: Reruns, ops: Collection[int], wanted: Collection[int]) -> None:
