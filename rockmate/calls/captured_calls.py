@@ -31,7 +31,7 @@ from rockmate.calls.observe import Observer
 from rockmate.calls.runnable import Runnable, make_runnable, reads_more, solved_again
 from rockmate.calls.structure import rough_peak
 from rockmate.calls.surroundings import undisturbed, witnesses
-from rockmate.calls.ways import PlannedWays, waits_of, with_gradients
+from rockmate.calls.ways import PlannedWays, with_gradients
 from rockmate.calls.whole_steps import Turn
 from rockmate.errors import BudgetWarning, CannotBeCalledError
 from rockmate.run.executor import CallState
@@ -110,8 +110,8 @@ class CapturedCalls(PlansOfCalls):
         state.backward.arrived = turn.begin
         self.cache.used(base)
         self.last, self._placed = base, (base, ran)
-        if runnable.is_provisional and runnable.family is not None:
-            runnable.family.spent[runnable.number] += runnable.plan.rerun_time
+        if runnable.planner.scaled and runnable.family is not None:
+            runnable.family.spent[runnable.number] += ran.plan.rerun_time
         if observer is not None and any(outputs[k].grad_fn is not None for k in observer.places):
             if look is not None:
                 look.then = partial(self._learn, runnable, call.tensors, self.now.inputs)
@@ -150,7 +150,7 @@ class CapturedCalls(PlansOfCalls):
                     runnable.derived["after"] = with_gradients(runnable, self.module, call.tensors)
             runnable = runnable.derived["after"]
         ways: PlannedWays | None = runnable.derived.get("ways")
-        if ways is None or ways.waits != waits_of(runnable):
+        if ways is None or ways.is_stale:
             ways = runnable.derived["ways"] = PlannedWays(runnable, self.front)
         turn = steps.take(key, ways, after)
         return turn, ways.placed(turn.way)

@@ -35,6 +35,7 @@ from rockmate.calls.captured import Captured
 from rockmate.planning.finder import CARRIED
 from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planner
+from rockmate.planning.ways import Asked
 from solvers import Options, Schedule
 
 T = TypeVar("T")
@@ -110,7 +111,8 @@ class Family:
     sizes at which it was traced, of which ``shown`` is what shows without data.
     ``schedules``: those with recomputation that a solver found, the last one first. ``options``: of the graph's blocks,
     as they were last solved for, by what the caller does with the outputs. ``spent``: nanoseconds that steps of a size
-    took for runs again, by the number of its plan.
+    took for runs again, by the number of its plan. ``ways``: schedules that were found for calls beside others, by what
+    was asked for.
     """
 
     skeleton: Hashable
@@ -120,6 +122,7 @@ class Family:
     schedules: list[Schedule] = field(default_factory=list)
     options: dict[Usage, Options] = field(default_factory=dict)
     spent: Counter[int] = field(default_factory=Counter)
+    ways: dict[Asked, list[Schedule]] = field(default_factory=dict)
 
     def known_of(self, s: S_graph) -> Known:
         """The costs of ``s``, which is of this family: those that were measured, scaled, unless it is much larger."""
@@ -166,6 +169,12 @@ class Family:
             self.options[planner.graphs.K.usage] = planner.solved_options
         if plan.recomputed and plan.solver != CARRIED:
             self.schedules = [plan.schedule, *self.schedules][:MOST_SCHEDULES]
+
+    def learn_ways(self, asked: Asked, found: list[Schedule]) -> None:
+        """Those of the last ``MOST_SCHEDULES`` searches are kept."""
+        self.ways[asked] = found
+        if len(self.ways) > MOST_SCHEDULES:
+            del self.ways[next(iter(self.ways))]
 
     @cached_property
     def is_shown(self) -> bool:

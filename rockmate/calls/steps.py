@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from rockmate.calls.whole_steps import Form, KnownStep, Turn, WholeStep, form_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.plan import line_of_call, some_of
 from rockmate.planning.ways import Ways, peak_of
+from rockmate.tell import LOG
 from solvers import InfeasibleError
 from solvers.calls import Phase, Way, least_of, level, share
 
@@ -34,6 +36,9 @@ MOST_WAYS = 128
 
 MOST_STEPS = 16
 """Steps of several calls that are known."""
+
+LONG = 1.0
+"""Seconds that a step waits for its share of the budget, above which it is said."""
 
 
 class Steps:
@@ -114,7 +119,7 @@ class Steps:
         Raises ``InfeasibleBudgetError`` where the calls of the step do not fit the budget in any ways that are known.
         """
         self.begin()
-        turns = self._turns
+        turns, began = self._turns, time.perf_counter()
         if len(turns) >= MOST_TURNS:
             turns[:] = self.waiting()
         key = key, len(turns)
@@ -125,6 +130,11 @@ class Steps:
         first = way is not None and not turns and not news
         if first and step is not None and step.is_to_be_measured and Look.possible():
             WholeStep(step, turns, ways.device, self._say)
+        if (seconds := time.perf_counter() - began) > LONG:
+            LOG.info(
+                f"{ways.owner.name}: looked for {seconds:.1f} s for ways in which calls share the budget of their step "
+                f"({line_of_call(ways.call)})"
+            )
         turn = Turn(key, ways, way or ways.alone)
         turns.append(turn)
         return turn

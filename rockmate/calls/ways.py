@@ -34,12 +34,15 @@ def waits_of(runnable: Runnable) -> Waits:
 
 
 class PlannedWays(FoundWays[Runnable]):
-    """Those of ``runnable``, a plan of ``front``."""
+    """Those of ``runnable``, a plan of ``front``. ``carries``: those of other sizes do, until runs again took long."""
 
     def __init__(self, runnable: Runnable, front: Front) -> None:
         planner = runnable.planner
         figures = planner.problem, runnable.plan.schedule, planner.reserved
-        super().__init__(*figures, waits_of(runnable), planner.ways, runnable)
+        family = runnable.family
+        self.carries = family is not None and planner.scaled and not family.is_worth_solving(runnable.number)
+        alike = family.ways if family is not None and self.carries else None
+        super().__init__(*figures, waits_of(runnable), planner.ways, runnable, alike)
         self.runnable, self.owner, self.front = runnable, front, front
         self.call, self.device = runnable.plan.call, planner.device
         k = planner.graphs.K
@@ -52,6 +55,19 @@ class PlannedWays(FoundWays[Runnable]):
             return []
         with Heeded(), Progress(self.front.terms.progress) as planner.report:
             return list(super().look_for(budget, tight))
+
+    def _search(self, budget: int, tight: bool) -> list[Schedule]:
+        found = super()._search(budget, tight)
+        if self.runnable.family is not None:
+            self.runnable.family.learn_ways((budget, tight), found)
+        return found
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether calls were seen to hold something else meanwhile, or to take so long that a search pays."""
+        family, number = self.runnable.family, self.runnable.number
+        pays = self.carries and family is not None and family.is_worth_solving(number)
+        return pays or self.waits != waits_of(self.runnable)
 
     def least(self) -> tuple[int, None]:
         return self.runnable.planner.frontier().min_budget - self.beside, None

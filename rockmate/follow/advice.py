@@ -11,11 +11,12 @@ PAD = (
     "operations for each batch. Where forward loops over steps in time, attach only what comes before the loop"
 )
 ALONE = (
-    "each size that has come calls other operations, as where forward loops over steps in time. From now on a size is "
-    f"planned when it comes for the {MOST_USES}th time. Until then it is decided as a step takes place what it keeps, "
-    "and one that takes more than those that were observed may exceed the budget. For plans at once, and less time, "
-    "move the loop out of the module that is attached (attach the encoder, and let the loss loop behind it), or pad "
-    "inputs to a few lengths"
+    "each kind of call that has come (sizes, or how many boxes or steps there are) calls other operations, as where "
+    f"forward loops over them. From now on a kind is planned when it comes for the {MOST_USES}th time. Until then it "
+    "is decided as a step takes place what it keeps: such a step may take several times as long as a planned one, and "
+    "one that takes more than those that were observed may exceed the budget. For plans at once, and less time, move "
+    "the loop out of the module that is attached (attach the encoder, and let the loss loop behind it), or pad to a "
+    "few lengths or numbers, and mask"
 )
 KEEP = (
     "Forward decides by numbers, or by values, that change from call to call: mask rows rather than choose or pack "

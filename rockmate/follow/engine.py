@@ -57,6 +57,9 @@ MOST_ALONE = 4
 FIRST = 0.6
 """Part of the budget that the data of a step may take of which nothing is known yet."""
 
+KEPT = 4
+"""Part of what the data of a step may take that is held at least where such steps get no plan for long."""
+
 
 class Followed:
     """See the file's text. ``last``: of the last call."""
@@ -205,7 +208,7 @@ class Followed:
         if known:  # of others, if it is not worth a plan yet
             below = max(budget - max(k.backward_peak for k in known), budget // 8)
             limit = below if kind.known else min(limit, below)
-        return Online(limit, left=left)
+        return Online(limit, left=left, kept=limit // KEPT if kind.unplanned else 0)
 
     def _otherwise(self, kind: CallKind, known: Known, turn: Turn, tape: Tape, index: int, slot: Slot | None) -> Policy:
         """The call of ``turn`` computes something else than ``known`` from operation ``index`` on, or saves something

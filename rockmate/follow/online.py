@@ -21,17 +21,15 @@ from rockmate.follow.tape import Tape
 SLACK = 16
 """When a limit is reached, this part of it is let go at once."""
 
-KEPT = 4
-"""Where what cannot go exceeds a limit, this part of it is held beside: else each read would run all again."""
-
 
 class Online(Policy):
     """``limit``: bytes that may live, or a ``share`` of what autograd would keep. ``left``: it takes over from a plan,
-    which may have let go what others cannot be made again without.
+    which may have let go what others cannot be made again without. ``kept``: bytes that are held, whatever the limit
+    is, of those that can go: without any, each read of a backward may run nearly all of the forward again.
     """
 
-    def __init__(self, limit: int | None, share: float = 1.0, left: bool = False) -> None:
-        self.limit, self.share, self.left = limit, share, left
+    def __init__(self, limit: int | None, share: float = 1.0, left: bool = False, kept: int = 0) -> None:
+        self.limit, self.share, self.left, self.kept = limit, share, left, kept
         self.saved = 0  # bytes of data that autograd would keep
         self.held = 0  # bytes of data that are held, at most
         self.floor = 0  # bytes that live and cannot go
@@ -88,19 +86,19 @@ class Online(Policy):
             live = self.held
         if live > most:
             going = [(cost, d.number) for d in tape.data if (cost := _rate(tape, d)) is not None]
-            room, least = sum(tape.data[number].size for _, number in going), 0
+            room = sum(tape.data[number].size for _, number in going)
             if self.limit is not None:
-                self.floor, least = live - room, self.limit // KEPT
+                self.floor = live - room
                 most = self._most(tape)
             if live > most:
-                self.held -= evict(tape, going, max(live - most, min(live - most + most // SLACK, room - least)))
+                self.held -= evict(tape, going, max(live - most, min(live - most + most // SLACK, room - self.kept)))
 
     def _most(self, tape: Tape) -> int:
         """Bytes that may live: what the limit is, or where that is less than cannot go, a little more than this."""
         if self.limit is None:
             return int(self.share * self.saved)
         self.floor = min(self.floor, tape.ledger.live)
-        return self.limit if self.floor <= self.limit else self.floor + self.limit // KEPT
+        return self.limit if self.floor <= self.limit else self.floor + self.kept
 
 
 def evict(tape: Tape, going: list[tuple[float, int]], wanted: int) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
-from solvers import Loss, Problem, Schedule, keep_everything, walk
+from solvers import Loss, Problem, Schedule, ScheduleError, keep_everything, walk
 from solvers.calls import Way
 
 PEAKS = (0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
@@ -25,7 +26,7 @@ KEPT = 6
 PARTS = (1.0, 0.7)
 """Parts of the budget that such a call may take."""
 
-NEAR = 0.05
+NEAR = 0.1
 """Budgets that differ by this part of them need no search each."""
 
 R = TypeVar("R")
@@ -102,7 +103,8 @@ class FoundWays(Ways, ABC, Generic[R]):
     """Ways of a call that has a plan, ``schedule``, and others that are found when they are asked for.
 
     Bytes ``beside`` it are there at every moment, and those of ``waits`` while others run. ``searched``: schedules, by
-    what was asked for. ``found``: that of each other way. ``runs``: what runs the plan alone.
+    what was asked for; ``alike``: those of other sizes, which do here but for the tight ones. ``found``: that of each
+    other way. ``runs``: what runs the plan alone.
     """
 
     rough = False
@@ -115,12 +117,14 @@ class FoundWays(Ways, ABC, Generic[R]):
         waits: Waits,
         searched: dict[Asked, list[Schedule]],
         runs: R,
+        alike: Mapping[Asked, Sequence[Schedule]] | None = None,
     ) -> None:
         self.problem, self.beside, self.waits, self.searched = problem, beside, waits, searched
+        self.alike = alike or {}
         self.left = sum(problem.data[d].size for d in problem.held)
         self.alone, self.eager_time = self.way_of(schedule), problem.eager_time
         self.found: dict[Way, Schedule] = {}
-        self._taken: set[Asked] = set()  # of what was searched
+        self._taken: set[tuple[Asked, bool]] = set()  # of what was searched, and whether at other sizes
         self._placed: dict[Way, R] = {self.alone: runs}
 
     @cached_property
@@ -139,13 +143,22 @@ class FoundWays(Ways, ABC, Generic[R]):
         )
 
     def within(self, budget: int, *, tight: bool = False) -> Sequence[Way]:
-        if serving(self.searched, budget, tight) is None:
+        like = None if tight or serving(self.searched, budget, tight) else serving(self.alike, budget, tight)
+        if like is not None:
+            self._take(like, self.alike)
+        elif serving(self.searched, budget, tight) is None:
             self._search(budget, tight)
-        for asked in [a for a in self.searched if a not in self._taken]:
-            self._taken.add(asked)
-            self.found.update((self.way_of(schedule), schedule) for schedule in self.searched[asked])
+        for asked in self.searched:
+            self._take(asked, self.searched)
         ways = [self.alone, *self.found]
         return [way for way in ways if peak_of(way) <= budget] or [min(ways, key=peak_of)]
+
+    def _take(self, asked: Asked, searched: Mapping[Asked, Sequence[Schedule]]) -> None:
+        taken = asked, searched is self.alike
+        for schedule in () if taken in self._taken else searched[asked]:
+            with suppress(ScheduleError):  # of another use of the outputs
+                self.found.setdefault(self.way_of(schedule), schedule)
+        self._taken.add(taken)
 
     def from_start(self, budget: int) -> Sequence[Way]:
         return [self.way_of(schedule) for schedule in self._search(budget, True)] or [self.alone]
@@ -153,28 +166,32 @@ class FoundWays(Ways, ABC, Generic[R]):
     def _search(self, budget: int, tight: bool) -> list[Schedule]:
         """What is found where that is asked for; it is looked for once."""
         if (budget, tight) not in self.searched:
-            self.searched[budget, tight] = list(dict.fromkeys(self.look_for(budget, tight)))
+            others = self._search(budget, False) if tight else []
+            self.searched[budget, tight] = list(dict.fromkeys([*self.look_for(budget, tight), *others]))
         return self.searched[budget, tight]
 
     def look_for(self, budget: int, tight: bool) -> Iterable[Schedule]:
-        """Schedules within ``budget`` bytes: for smaller peaks, if ``tight`` down to the least; for amounts to keep.
+        """Schedules within ``budget`` bytes: for smaller peaks, and for amounts to keep; if ``tight``, others that take
+        less, down to the least.
 
         To keep no more than so much is to have so much more for the loss.
         """
         problem, keep, budget = self.problem, keep_everything(self.problem), budget - self.beside
-        least, schedule = self.least() if tight else (None, None)
-        if schedule is not None:
-            yield schedule
-        walked = walk(problem, keep)
-        if walked.peak <= budget:
-            yield keep
-        kept = walked.timeline[keep.index(Loss())] - problem.loss
-        asked = [(problem, int(part * budget)) for part in PEAKS if part * budget < walked.peak]
-        if least is not None:
+        asked: list[tuple[Problem, int]]
+        if tight:
+            least, schedule = self.least()
+            if schedule is not None:
+                yield schedule
             more = max(0, int(PEAKS[0] * budget) - least)
-            asked += [(problem, least + more * k // TIGHT) for k in range(TIGHT)]
-        for limit in (int(part * budget) for part in PARTS):
-            asked += [(replace(problem, loss=max(problem.loss, limit - kept * k // KEPT)), limit) for k in range(KEPT)]
+            asked = [(problem, least + more * k // TIGHT) for k in range(TIGHT)]
+        else:
+            walked = walk(problem, keep)
+            if walked.peak <= budget:
+                yield keep
+            kept = walked.timeline[keep.index(Loss())] - problem.loss
+            asked = [(problem, int(part * budget)) for part in PEAKS if part * budget < walked.peak]
+            limits = [(int(part * budget), k) for part in PARTS for k in range(KEPT)]
+            asked += [(replace(problem, loss=max(problem.loss, of - kept * k // KEPT)), of) for of, k in limits]
         for wanted, limit in asked:
             schedule = self.solve(wanted, limit)
             if schedule is not None:

@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +26,9 @@ from rockmate import (
     detach,
     measure_peak,
 )
+from rockmate.calls.ways import PlannedWays
 from rockmate.planning.ways import serving
+from solvers import Schedule
 
 ROWS, WIDTH = 512, 64
 STEPS = 6
@@ -443,6 +445,38 @@ def test_budgets_that_hardly_differ_need_no_search_each() -> None:
     assert serving([(1000, False)], 970, True) is None
     assert serving([(1000, False), (1000, True)], 970, True) == (1000, True)
     assert serving([(1000, True)], 1000, False) == (1000, True)
+
+
+@SEVERAL
+def test_sizes_of_one_graph_share_the_ways_that_were_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside another model's call of one size: a search for each size would take longer than its steps."""
+    searched: list[tuple[int, bool]] = []
+
+    def counted(ways: PlannedWays, budget: int, tight: bool) -> Iterable[Schedule]:
+        searched.append((budget, tight))
+        return look_for(ways, budget, tight)
+
+    look_for = PlannedWays.look_for
+    monkeypatch.setattr(PlannedWays, "look_for", counted)
+    models = [Layers(), Layers()]
+    eager = copy.deepcopy(models)
+    budget = 2_500_000
+    attach(models, budget, costs="flops", cache=False)
+
+    def both(m: Sequence[nn.Module], x: torch.Tensor, y: torch.Tensor) -> None:
+        (m[0](x).square().mean() * m[1](y).square().mean()).backward()
+
+    x = randn(ROWS, WIDTH, seed=0)
+    sizes = [randn(rows, WIDTH, seed=rows) for rows in (512, 480, 500, 440, 470, 490, 430, 450, 460, 420)]
+    for y in [*sizes, *sizes]:
+        both(models, x, y)
+        both(eager, x, y)
+    for m, e in zip(models, eager, strict=True):
+        for p, q in zip(m.parameters(), e.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    assert 0 < len(searched) < len(sizes)
+    peaks = [measure_peak(lambda y=y: both(models, x, y)) for y in sizes[-2:]]  # type: ignore[misc]
+    assert max(peaks) <= budget
 
 
 CALLS = 12

@@ -23,6 +23,7 @@ from rockmate.follow.advice import MOST_USES
 from rockmate.follow.engine import MOST_ALONE
 from rockmate.follow.following import following
 from rockmate.follow.online import Online
+from rockmate.follow.reruns import Reruns
 from rockmate.follow.tape import Tape
 
 LAYERS = [nn.RNN, nn.GRU, nn.LSTM]
@@ -434,7 +435,7 @@ class Boxes(nn.Module):
         return torch.stack([(x[:, :, k:] * (k + 1)).square().mean() for k in range(len(boxes))]).sum()
 
 
-@pytest.mark.filterwarnings("ignore:.*each size that has come:rockmate.BudgetWarning")
+@pytest.mark.filterwarnings("ignore:.*each kind of call that has come:rockmate.BudgetWarning")
 @pytest.mark.parametrize("counts", [False, True], ids=["captured", "followed"])
 def test_steps_that_are_not_worth_a_plan_leave_the_room_that_backwards_took_in_others(counts: bool) -> None:
     torch.manual_seed(0)
@@ -448,6 +449,47 @@ def test_steps_that_are_not_worth_a_plan_leave_the_room_that_backwards_took_in_o
         else:
             assert measure_peak(lambda boxes=boxes: model(x, boxes).backward()) <= handle.budget  # type: ignore[misc]
         assert (handle.plan is not None) == (k <= first)
+        model.zero_grad()
+
+
+class Drops(nn.Module):
+    """Loops over boxes, behind layers whose masks may not be drawn again; it reads a number, and is never captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)) for _ in range(12)]
+        self.layers, self.seen = nn.Sequential(*layers), 0.0
+
+    def forward(self, x: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        self.seen = x.mean().item()
+        n = len(boxes)
+        return torch.stack([(x[k::n] * (k + 1)).square().mean() for k in range(n)]).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*each kind of call that has come:rockmate.BudgetWarning")
+def test_steps_that_are_not_worth_a_plan_run_little_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where masks alone take more than such a step may keep, not each read of the backward runs all layers."""
+    ran = 0
+
+    def counted(reruns: Reruns, ops: Collection[int], wanted: Collection[int]) -> None:
+        nonlocal ran
+        ran += len(ops)
+        run(reruns, ops, wanted)  # type: ignore[arg-type]
+
+    run = Reruns.run
+    monkeypatch.setattr(Reruns, "run", counted)
+    torch.manual_seed(0)
+    model, x = Drops(), randn(256, 32, seed=0)
+    handle = attach(model, 600000, costs="flops", cache=False)
+    for k in range(1, MOST_ALONE + 9):
+        ran, boxes = 0, torch.zeros(k)
+        if k < MOST_ALONE + 8:
+            model(x, boxes).backward()
+            assert (handle.plan is not None) == (k <= MOST_ALONE)
+            assert handle.plan is not None or ran <= 5 * 36 + 3 * k  # the layers a few times, and each box once
+        else:
+            assert measure_peak(lambda boxes=boxes: model(x, boxes).backward()) <= handle.budget  # type: ignore[misc]
         model.zero_grad()
 
 
