@@ -137,8 +137,7 @@ class Followed:
         """
         known = kind.next(missing)
         policy: Policy
-        late = self._comes_late(kind)
-        self._left, self._shared = late, None
+        self._shared, self._left = None, (late := self._comes_late(kind))
         if self._unsaid is not None:  # whatever comes next: a kind of call may come once only
             unsaid, self._unsaid = self._unsaid, None
             self._solve(unsaid)
