@@ -26,6 +26,9 @@ SILENT.disabled = True
 MANY = 4
 """From this plan on, the line says what to do about it."""
 
+LONG = 1.0
+"""Seconds of a step from which on it is said what took them."""
+
 ANOTHER_OVERHEAD = 0.01
 """A predicted overhead that differs by more than this fraction of a step from what was said is said."""
 

@@ -26,7 +26,7 @@ from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.finder import CARRIED
 from rockmate.planning.plan import Plan, line_of_call
 from rockmate.planning.planner import lacks_gradient
-from rockmate.tell import ANOTHER_OVERHEAD, LOG, costly, described, planned_line, shapes_of
+from rockmate.tell import ANOTHER_OVERHEAD, LOG, LONG, costly, described, planned_line, shapes_of
 
 _MANY = (2, 32, 128, 512)
 """Other sizes than the first one, or numbers, at which it is said what to do about them."""
@@ -43,9 +43,6 @@ _STAY = (
 
 ANOTHER_BUDGET = "the budget of now"
 """Why calls that had a plan are planned again."""
-
-LONG = 1.0
-"""Seconds of a step from which on it is said what took them."""
 
 
 class Front:

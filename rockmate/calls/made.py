@@ -67,11 +67,14 @@ class PlansOfCalls(CapturedGraph):
     def _make_runnable(self, call: Call, saved: SavedPlan | None) -> Runnable:
         refuse_within_measurements()
         check_no_look()
-        capture = self.front.capture_seconds()
+        early = self.front.capture_seconds()
         with TRACING, Heeded(), Progress(self.terms.progress) as report:
             key, missing = self.kind(call)
             before = self.cache.for_another_budget(key, missing) if saved is None else None
+            began = time.perf_counter()
             known = None if saved or before else self._resized_planner(call, report)
+            if not (known or saved or before):  # it was tried in vain
+                early = _sum(early, {"trace": time.perf_counter() - began})
             if before is not None:
                 runnable = replace(self._first([before.planner], before.observer), family=before.family)
             elif known is not None:
@@ -80,8 +83,8 @@ class PlansOfCalls(CapturedGraph):
                 runnable = self._traced(call, report, saved)
             pieces = runnable.planner.pieces = "" if self.pieces is None else str(self.pieces)
             said = runnable.planner.call = self.front.described(self.module.names, call.leaves)
-            runnable.planner.seconds = {**capture, **runnable.planner.seconds}
-            seconds = {**capture, **runnable.plan.setup_seconds}
+            runnable.planner.seconds = _sum(early, runnable.planner.seconds)
+            seconds = _sum(early, runnable.plan.setup_seconds)
             plan = replace(runnable.plan, call=said, pieces=pieces, setup_seconds=seconds)
             runnable = replace(runnable, plan=plan, number=next(self.cache.numbers))
             self.cache.add(key, runnable.planner.missing, runnable)
@@ -251,3 +254,8 @@ class PlansOfCalls(CapturedGraph):
     def _progress_of(self, planner: Planner) -> Iterator[None]:
         with Progress(self.terms.progress) as planner.report:
             yield
+
+
+def _sum(early: dict[str, float], late: dict[str, float]) -> dict[str, float]:
+    """Seconds of all phases."""
+    return {k: early.get(k, 0.0) + late.get(k, 0.0) for k in (early | late)}

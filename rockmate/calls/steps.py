@@ -21,7 +21,7 @@ from rockmate.calls.whole_steps import Form, KnownStep, Turn, WholeStep, form_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.plan import line_of_call, some_of
 from rockmate.planning.ways import Ways, peak_of
-from rockmate.tell import LOG
+from rockmate.tell import LOG, LONG
 from solvers import InfeasibleError
 from solvers.calls import Phase, Way, least_of, level, share
 
@@ -36,9 +36,6 @@ MOST_WAYS = 128
 
 MOST_STEPS = 16
 """Steps of several calls that are known."""
-
-LONG = 1.0
-"""Seconds that a step waits for its share of the budget, above which it is said."""
 
 
 class Steps:

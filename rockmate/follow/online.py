@@ -94,11 +94,11 @@ class Online(Policy):
                 self.held -= evict(tape, going, max(live - most, min(live - most + most // SLACK, room - self.kept)))
 
     def _most(self, tape: Tape) -> int:
-        """Bytes that may live: what the limit is, or where that is less than cannot go, a little more than this."""
+        """Bytes that may live: the limit, or what is ``kept`` beside what cannot go, where that alone is more."""
         if self.limit is None:
             return int(self.share * self.saved)
         self.floor = min(self.floor, tape.ledger.live)
-        return self.limit if self.floor <= self.limit else self.floor + self.kept
+        return self.floor + self.kept if self.kept and self.floor > self.limit else self.limit
 
 
 def evict(tape: Tape, going: list[tuple[float, int]], wanted: int) -> int:

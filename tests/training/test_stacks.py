@@ -1147,7 +1147,8 @@ def test_compiling_after_attaching() -> None:
     model, eager = net().eval(), net().eval()
     rockmate.attach(model, budget_of(model, loss_of_rows, 0.6), costs="flops")
     model.eval()
-    model.compile(backend="eager")
+    with pytest.warns(rockmate.BudgetWarning, match="took the place of the plan"):
+        model.compile(backend="eager")
     assert rockmate.attached(model) is None
     for m in (model, eager):
         loss_of_rows(m).backward()
