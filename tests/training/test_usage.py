@@ -302,6 +302,26 @@ def test_loss_memory_overrides_what_is_seen() -> None:
     assert rk.plan.room == room
 
 
+def test_a_loss_that_grows_faster_than_the_outputs_is_seen_at_a_larger_size() -> None:
+    """All pairs of rows: what was seen at one size does not scale with the outputs."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)]
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(6) for layer in layers))
+    budget = int(6.4 * 2**20)
+    attach(model, budget, costs="flops", cache=False)
+    for n in (256, 512):
+        x = randn(n, 64, seed=0)
+
+        def step(x: torch.Tensor = x) -> None:
+            model.zero_grad()
+            y = model(x)
+            (torch.cdist(y, y) * y[:, 0]).exp().square().mean().backward()
+
+        for _ in range(4):
+            step()
+        assert measure_peak(step) <= budget, n
+
+
 @pytest.mark.parametrize("sizes", [(512,), (128, 512, 128)])
 def test_a_loss_that_takes_more_than_was_declared_counts(sizes: tuple[int, ...]) -> None:
     """From the next step on, also where it sufficed for a smaller size; it is said once."""
