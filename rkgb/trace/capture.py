@@ -193,18 +193,18 @@ class Recorder(TorchFunctionMode):
 
     def _recorded(self, tracing: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call, which the tracer records as it is."""
-        generator = self._generator(name, (*args, *kwargs.values()))
+        generator, mode = self._generator(name, (*args, *kwargs.values())), current_mode()
         before = self._states(tracing, generator)
         with untraced(tracing):
             calls = None if self.on_meta is None else self.on_meta.calls
-            form = None if calls is None else calls.form(func, args, kwargs, current_mode())
+            form = None if calls is None else calls.form(func, args, kwargs, mode)
             copies = self.written.before(name, (args, kwargs))
         numbers = [t for t in tensors_in((args, kwargs)) if not t.dim() and has_memory(t)]
         traced = [_C._get_value_trace(t) for t in numbers]
         used = [*map(uses, traced)]
         try:
             with scoped(tracing, self.scope(generator)):
-                given, named = self.casts(func, args, kwargs, current_mode())
+                given, named = self.casts(func, args, kwargs, mode)
                 result = self.call(func, given, named)
         finally:  # it may have written before it failed
             with untraced(tracing):

@@ -85,7 +85,7 @@ class OnMeta:
 
     def __init__(self, device: torch.device, calls: DistinctCalls | None = None, of_any_size: bool = False) -> None:
         self.usual = device.type == torch.get_default_device().type
-        self.kind, self.on_cpu = device.type, device.type == "cpu"
+        self.kind = device.type
         self.rules, self.calls, self.of_any_size = QuickRules(), calls, of_any_size
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,7 +101,7 @@ class OnMeta:
             return _lying_as(made, lambda: _like(made, {}))
         if func in _CONVOLUTIONS:
             return _convolution(func, *args, **kwargs)
-        if func in _ON_CPU and self.on_cpu:
+        if func in _ON_CPU and self.kind == "cpu":
             return _lying_as(func(*args, **kwargs), partial(_ON_CPU[func], *args, **kwargs))
         if func is torch.Tensor.__setitem__ and type(args[2]) in (int, float, bool):
             args = (*args[:2], _untraced(lambda: torch.tensor(args[2], dtype=args[0].dtype)))

@@ -11,8 +11,8 @@ PAD = (
     "operations for each batch. Where forward loops over steps in time, attach only what comes before the loop"
 )
 ALONE = (
-    "each kind of call that has come (sizes, or how many boxes or steps there are) calls other operations, as where "
-    f"forward loops over them. From now on a kind is planned when it comes for the {MOST_USES}th time. Until then it "
+    "each size that has come (lengths, or how many boxes or steps there are) calls other operations, as where forward "
+    f"loops over them. From now on a size is planned when it comes for the {MOST_USES}th time. Until then it "
     "is decided as a step takes place what it keeps: such a step may take several times as long as a planned one, and "
     "one that takes more than those that were observed may exceed the budget. For plans at once, and less time, move "
     "the loop out of the module that is attached (attach the encoder, and let the loss loop behind it), or pad to a "

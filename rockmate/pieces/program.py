@@ -137,8 +137,8 @@ class Choices:
     """Whether pieces run compiled, under ``options``.
 
     The choice for an earlier plan, of an earlier process, or of another rank, is taken over, so that the bits of two
-    runs are the same.
-    Where times are modelled, everything is compiled; so is what draws, since masks are not to depend on a clock.
+    runs are the same. Where times are modelled, everything is compiled; so is what draws, since masks are not to depend
+    on a clock.
     """
 
     options: PlanOptions

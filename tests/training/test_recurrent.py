@@ -435,7 +435,7 @@ class Boxes(nn.Module):
         return torch.stack([(x[:, :, k:] * (k + 1)).square().mean() for k in range(len(boxes))]).sum()
 
 
-@pytest.mark.filterwarnings("ignore:.*each kind of call that has come:rockmate.BudgetWarning")
+@pytest.mark.filterwarnings("ignore:.*each size that has come:rockmate.BudgetWarning")
 @pytest.mark.parametrize("counts", [False, True], ids=["captured", "followed"])
 def test_steps_that_are_not_worth_a_plan_leave_the_room_that_backwards_took_in_others(counts: bool) -> None:
     torch.manual_seed(0)
@@ -467,7 +467,7 @@ class Drops(nn.Module):
         return torch.stack([(x[k::n] * (k + 1)).square().mean() for k in range(n)]).sum()
 
 
-@pytest.mark.filterwarnings("ignore:.*each kind of call that has come:rockmate.BudgetWarning")
+@pytest.mark.filterwarnings("ignore:.*each size that has come:rockmate.BudgetWarning")
 def test_steps_that_are_not_worth_a_plan_run_little_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where masks alone take more than such a step may keep, not each read of the backward runs all layers."""
     ran = 0
