@@ -290,10 +290,6 @@ class Attachment(Handle, OwnCall):
         warn(f"{self.name} cannot be planned, and runs as it is from now on, with no budget: {error}", BudgetWarning)
         return model._call_impl(*call.args, **call.kwargs)
 
-    def has_exceeded(self) -> bool:
-        call = self.inside.call
-        return call is not None and self._roomy.has_exceeded(self.model, call)
-
     # ----------------------------------------------------------------------- what is said
 
     def described(self, names: list[str], values: list[Any]) -> tuple[str, ...]:

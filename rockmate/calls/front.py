@@ -50,7 +50,6 @@ class Front:
 
     ``name``: of what is planned. ``terms``: what is asked of plans. ``last``: the ``CapturedCalls`` that planned last.
     ``saved``: a plan that is to be taken. ``follows``: calls are followed whose graph cannot be planned.
-    ``short``: how many times more a step without a plan took than it was supposed to.
     ``timed_plan``: one, and what its overhead was measured to be. ``said_checkpoints``: as in ``say_checkpoints``.
     """
 
@@ -63,7 +62,6 @@ class Front:
         self.pieces: dict[Hashable, Piece] = {}  # by their identity: code that is compiled once
         self.last: Any = None
         self.ran_freely = False  # the last call needed no plan
-        self.short = 1.0
         self.saved: SavedPlan | None = None
         self._made = 0
         self._came: dict[tuple[str, ...], dict[Hashable, set[Hashable]]] = {}  # calls, by what is said and by graphs
@@ -78,10 +76,6 @@ class Front:
 
     def note_free_call(self) -> None:
         """The call that this thread is in needs no plan, as far as it is known."""
-
-    def has_exceeded(self) -> bool:
-        """Whether a step of such a call as this thread is in has taken more than the budget, without a plan."""
-        return False
 
     def say_checkpoints(self, stay: bool = False) -> None:
         """Say once that the model checkpoints itself. ``stay``: parts that do so still do."""

@@ -22,7 +22,7 @@ from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.numbers import NUMBER, split
 from rockmate.calls.runnable import Runnable
-from rockmate.calls.structure import Results, computes_unread, inputs_of_functions, writes
+from rockmate.calls.structure import is_quick, writes
 from rockmate.calls.surroundings import undisturbed
 from rockmate.pieces.program import Choices, Pieces, with_compiled_pieces
 
@@ -74,7 +74,7 @@ class CapturedGraph:
     def shown(self) -> Shown:
         """What of the call that this thread is in shows without data."""
         inputs = self.now.inputs
-        return Shown(self.module, without_data(inputs), device_of(inputs), quick=self.results.quick)
+        return Shown(self.module, without_data(inputs), device_of(inputs), quick=self.is_quick)
 
     def shown_as(self, before: Shown) -> Shown | None:
         """The same of a call of another capture, as a call of this one; None if its inputs do not follow from those."""
@@ -105,13 +105,6 @@ class CapturedGraph:
         inputs = self.now.inputs
         return key, frozenset([name for name, k in self.module.trained if inputs[k].grad is None])
 
-    def sizeless(self, call: Call) -> Hashable:
-        """The key of calls that differ from this one in sizes at most; whole numbers that it is given are sizes."""
-        numbers = [(k, x) for x, k in zip(call.leaves, self.module.given, strict=True) if type(x) is int]
-        others = [x for x in call.leaves if type(x) is not int]
-        exact = tuple(x for k, x in numbers if k in self.exact)
-        return exact, call_key(others, None, sized=False), self._shared()
-
     def _shared(self) -> tuple[int, ...]:
         """Which inputs share memory, where the program may write into some: others may then not be read later."""
         if not self.may_write:
@@ -132,18 +125,8 @@ class CapturedGraph:
         return any(t.requires_grad for t in returned)
 
     @cached_property
-    def computes_unread(self) -> bool:
-        return computes_unread(self.tensors)
-
-    @cached_property
-    def results(self) -> Results:
-        return Results(self.program)
-
-    @cached_property
-    def exact(self) -> frozenset[int]:
-        """Positions of inputs of the program of tensors in which a number is no size."""
-        names, inputs = inputs_of_functions(self.tensors), self.tensors.graph.find_nodes(op="placeholder")
-        return frozenset(k for k, node in enumerate(inputs) if node.name in names)
+    def is_quick(self) -> bool:
+        return is_quick(self.program)
 
     def traced_on(self, call: Call) -> Call:
         """What is traced in the place of ``call``: inputs are leaves, so that a write in place fails, and does not make

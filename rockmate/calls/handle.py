@@ -15,7 +15,7 @@ from rkgb.sample import Call
 from rockmate.budget import UNLIMITED, Budget, parse_budget, show_bytes
 from rockmate.calls.capture import Capture
 from rockmate.calls.captured_calls import CapturedCalls
-from rockmate.calls.free import FreeCalls, RememberedCall
+from rockmate.calls.free import RememberedCall
 from rockmate.calls.front import Front
 from rockmate.calls.look import end_look
 from rockmate.calls.others import unwatch_layers
@@ -140,12 +140,7 @@ class Handle(Front):
             made = [(k, call, plan) for k, (call, plan) in enumerate(self._followed.plans)]
         else:
             made = [(v.number, v.plan.call, v.plan) for v in self.cache.plans()]
-        free = (rough.call for calls in self._free_calls() for rough in calls.measured())
-        return named([*made, *((inf, call, None) for call in free)])
-
-    def _free_calls(self) -> list[FreeCalls]:
-        """What is known of calls for which the budget does not bind."""
-        return [self._roomy, *(calls.freely for calls in self._capture.graphs)]
+        return named([*made, *((inf, rough.call, None) for rough in self._roomy.measured())])
 
     @property
     def budget(self) -> int:
@@ -174,7 +169,7 @@ class Handle(Front):
             self.last.set_budget(wanted)
         if self.terms.budget == before:
             return
-        self._look_again()
+        self._roomy.begin_budget()
         for other in list(self.terms.users):
             if other is not self:
                 other.plan_anew()
@@ -202,18 +197,12 @@ class Handle(Front):
             return step_of(plan.problem, plan.schedule, plan.predicted_peak, plan.graph.gradient_bytes)
         sizes = {name: p.nbytes for name, p in self.model.named_parameters()}
         steps = [] if self._followed is None else self._followed.step_bytes(sizes)
-        measured = (rough for calls in self._free_calls() for rough in calls.measured())
-        steps = steps or [StepBytes(r.alone.backward, r.alone.kept, made=r.made) for r in measured]
+        steps = steps or [StepBytes(r.alone.backward, r.alone.kept, made=r.made) for r in self._roomy.measured()]
         return max(steps, key=lambda step: step.peak, default=None)
-
-    def _look_again(self) -> None:
-        """Whether the budget binds is not known any more."""
-        for calls in self._free_calls():
-            calls.clear()
 
     def plan_anew(self) -> None:
         """The budget was set by another module that shares it."""
-        self._look_again()
+        self._roomy.begin_budget()
         self.cache.clear()
         self._run_before.clear()
         self.last = None
@@ -279,7 +268,7 @@ class Handle(Front):
             return ""
         if self._followed is not None and not self.ran_freely:
             return "; none for what the last call computed, which is new or fits no plan"
-        if any(calls.has_measured_binding for calls in self._free_calls()):
+        if self._roomy.has_measured_binding:
             return ": a step was measured, and the next one like it is planned"
         trained = self.known_model is None or any(p.requires_grad for p in self.model.parameters())
         none = f": no step with gradients yet{'' if trained else ', as no parameter needs one'}"

@@ -306,7 +306,7 @@ def test_other_sizes() -> None:
 
 
 def test_attach_rockmate_and_the_backend_give_the_same_bits() -> None:
-    """Where the budget does not bind, too: then the program runs without a plan, by the same kernels."""
+    """Where the budget does not bind, too."""
     rk = planned(blocks(), rows(), budget="100%")
     expected = trained(rk.original, rk, (rows(),))
     for budget in ("2 GiB", "90%"):
