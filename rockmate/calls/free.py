@@ -49,8 +49,8 @@ class Extent(NamedTuple):
 
 
 class FreeLook(StepLook):
-    """A look at a step of a call of this ``kind``, which is one ``of`` the ``RoomyCalls``. ``rough``: what it is supposed to
-    take. ``turn``: of the call in its step. ``kept``: what the call keeps.
+    """A look at a step of a call of this ``kind``, one ``of`` the ``RoomyCalls``. ``rough``: what it is supposed to take.
+    ``turn``: of the call in its step. ``kept``: what the call keeps.
     """
 
     def __init__(self, of: Any, kind: Hashable, rough: Ways) -> None:
