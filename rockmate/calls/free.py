@@ -49,7 +49,7 @@ class Extent(NamedTuple):
 
 
 class FreeLook(StepLook):
-    """A look at a step of a call of this ``kind``, one ``of`` the ``RoomyCalls``. ``rough``: what it is supposed to take.
+    """A look at a step of a call of this ``kind``, ``of`` the ``RoomyCalls``. ``rough``: what it is supposed to take.
     ``turn``: of the call in its step. ``kept``: what the call keeps.
     """
 
