@@ -47,7 +47,7 @@ FAR = 0.4
 HELD = 0.45
 """Part of the budget that the data of a step may take which is measured; gradients and temporary memory come beside."""
 
-AT_FIRST = 4
+AT_FIRST = 8
 """Times the bytes that are there before a first call that it is supposed to take."""
 
 
@@ -76,6 +76,7 @@ class RoomyCalls:
         self._rough: dict[Hashable, Ways] = {}  # what such calls take, as far as it is known
         self._nodes: Counter[Hashable] = Counter()  # that autograd recorded in calls that were measured, by kinds
         self._planned: set[Hashable] = set()  # calls that are none, and stay so under this budget; followed or not
+        self._last: Hashable = None  # what was called last that is to be planned
         self._measured = self._calls = 0
 
     def clear(self) -> None:
@@ -202,10 +203,20 @@ class RoomyCalls:
             self.note((called, trained), _extent(model, call, trained))
             self.binding.add((called, trained))
             return None
-        if (called, followed) in self._planned:
-            return None
-        kind = self._kind(model, call, called, budget, followed)
-        return kind if kind is not None and self.fits_beside(kind) else None
+        kind = None
+        if (called, followed) not in self._planned or self._plain_peak(called) <= FAR * budget:
+            kind = self._kind(model, call, called, budget, followed)
+        if kind is not None and self.fits_beside(kind):
+            return kind
+        self._last = called
+        return None
+
+    def _plain_peak(self, called: Hashable) -> float:
+        """Bytes of a step as it was seen, if the last call was ``called`` so, and its plan runs nothing again."""
+        runnable = self.front.last and self.front.last.ran
+        if self._last != called or runnable is None or runnable.plan.recomputed or not runnable.plan.room.seen:
+            return inf
+        return int(runnable.planner.eager_peak)
 
     def _kind(
         self, model: torch.nn.Module, call: Call, called: Hashable, budget: int, followed: bool
@@ -232,7 +243,8 @@ class RoomyCalls:
             if peak < inf and not self._binds(extent):  # it is held within the budget as well where it is measured
                 peak = min(peak, most)
         else:
-            peak = self._supposed(extent, made + AT_FIRST * there + self.front.terms.declared)
+            supposed = self._supposed(extent, made + AT_FIRST * there + self.front.terms.declared)
+            peak = min(supposed, self._plain_peak(called))
         if peak > most or kind in self.binding or self._covers_binding(extent):
             if len(self._planned) >= MOST_KINDS:
                 self._planned.clear()
