@@ -47,7 +47,7 @@ FAR = 0.4
 HELD = 0.45
 """Part of the budget that the data of a step may take which is measured; gradients and temporary memory come beside."""
 
-AT_FIRST = 8
+AT_FIRST = 12
 """Times the bytes that are there before a first call that it is supposed to take."""
 
 
@@ -212,8 +212,8 @@ class RoomyCalls:
         return None
 
     def _plain_peak(self, called: Hashable) -> float:
-        """Bytes of a step as it was seen, if the last call was ``called`` so, and its plan runs nothing again."""
-        runnable = self.front.last and self.front.last.ran
+        """Bytes of a step as it was seen, if it was of one call, ``called`` so, and its plan runs nothing again."""
+        runnable = self.front.last and self.front.last.ran if self.front.terms.steps.are_of_one_call else None
         if self._last != called or runnable is None or runnable.plan.recomputed or not runnable.plan.room.seen:
             return inf
         return int(runnable.planner.eager_peak)

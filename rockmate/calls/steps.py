@@ -92,6 +92,11 @@ class Steps:
         return self._expected((*before, (key, len(before))))
 
     @property
+    def are_of_one_call(self) -> bool:
+        """Whether the call that comes now is, as far as that is known, the only one of its step."""
+        return not self.waiting() and (self._last is None or len(self._last.keys) == 1)
+
+    @property
     def are_planned(self) -> bool:
         """Whether calls of a step are planned together, so that what one of them was decides on the others."""
         return bool(self._known)
