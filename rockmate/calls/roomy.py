@@ -42,7 +42,7 @@ MOST_KINDS = 256
 """Kinds of calls that are remembered, and that are measured at most: a number that changes in each step makes many."""
 
 FAR = 0.4
-"""Part of the budget that such calls may take beside gradients: no guard tells that Python does more in later ones."""
+"""Part of the budget that calls of a step may take beside gradients: no guard tells that Python does more later."""
 
 HELD = 0.45
 """Part of the budget that the data of a step may take which is measured; gradients and temporary memory come beside."""
@@ -56,11 +56,6 @@ def _extent(model: torch.nn.Module, call: Call, trained: tuple[int, ...]) -> Ext
     leaves = [float if type(x) is float else x for x in call.leaves]  # a number that changes in each call
     form = call_key(leaves, call.spec, sized=False), model.training, trained
     return Extent(form, tuple(t.numel() for t in call.tensors))
-
-
-def _most(budget: int, made: int) -> float:
-    """Bytes that a step may take which makes gradients of ``made``."""
-    return made + FAR * (budget - made)
 
 
 class RoomyCalls:
@@ -172,7 +167,7 @@ class RoomyCalls:
         """The step of ``look`` is over: whether later ones are to be planned."""
         kind, rough, budget = look.kind, look.rough, look.budget
         self._measured += 1
-        if peak + look.gone <= _most(budget, rough.made):
+        if peak + look.gone <= self._most(budget, rough.made):
             self.saw(look, peak)
             LOG.log(
                 logging.DEBUG if self.spacious else logging.INFO,
@@ -211,9 +206,13 @@ class RoomyCalls:
         self._last = called
         return None
 
+    def _most(self, budget: int, made: int) -> float:
+        """Bytes that a call may take which makes gradients of ``made``, beside others of its step."""
+        return made + FAR / self.front.terms.steps.calls * (budget - made)
+
     def _plain_peak(self, called: Hashable) -> float:
         """Bytes of a step as it was seen, if it was of one call, ``called`` so, and its plan runs nothing again."""
-        runnable = self.front.last and self.front.last.ran if self.front.terms.steps.are_of_one_call else None
+        runnable = self.front.last and self.front.last.ran if self.front.terms.steps.calls == 1 else None
         if self._last != called or runnable is None or runnable.plan.recomputed or not runnable.plan.room.seen:
             return inf
         return int(runnable.planner.eager_peak)
@@ -228,16 +227,16 @@ class RoomyCalls:
         kind = called, trained
         if self.is_known(kind, made):
             known = self.spacious[kind]
-            return kind if known.peak <= _most(budget, known.made) else None  # "auto" may be less than before
+            return kind if known.peak <= self._most(budget, known.made) else None  # "auto" may be less than before
         if not (trained or any(t.requires_grad for t in call.tensors)):
             return None
         extent = _extent(model, call, trained)
         there = sum(t.nbytes for t in (*parameters, *call.tensors) if t.layout == torch.strided)
         larger = next((kind for kind in self.larger(extent) if self.is_known(kind, made)), None)
-        most = _most(budget, made)
+        most = self._most(budget, made)
         if larger is not None:
             peak: float = self.spacious[larger].peak
-            most = _most(budget, self.spacious[larger].made)
+            most = self._most(budget, self.spacious[larger].made)
         elif followed:
             peak = self._supposed(extent, inf)
             if peak < inf and not self._binds(extent):  # it is held within the budget as well where it is measured

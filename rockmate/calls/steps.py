@@ -2,8 +2,9 @@
 
 A step begins with a call while no other waits for its backward, and ends before the next such call. What a step of
 several calls was is known when it is over. Where their plans exceed the budget together, or run something again, the
-calls of later steps that begin in the same way are planned together: see ``solvers.calls``. A call that no known step
-has gets what those that wait leave of the budget.
+calls of later steps that begin in the same way are planned together: see ``solvers.calls``. So are those of other
+sizes, as if the calls followed that followed in the largest step of the same models. A call that no known step has gets
+what those that wait leave of the budget.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ class Steps:
         return self._expected((*before, (key, len(before))))
 
     @property
-    def are_of_one_call(self) -> bool:
-        """Whether the call that comes now is, as far as that is known, the only one of its step."""
-        return not self.waiting() and (self._last is None or len(self._last.keys) == 1)
+    def calls(self) -> int:
+        """How many calls the step that is here has, as far as that is known."""
+        return max(len(self._turns), 1 if self._last is None else len(self._last.keys))
 
     @property
     def are_planned(self) -> bool:
@@ -110,7 +111,7 @@ class Steps:
 
     def begin(self) -> None:
         """A call comes: a step begins with it unless others wait, and the one before is over."""
-        if not self.waiting():
+        if self._turns and not self.waiting():
             self._finish()
 
     def take(self, key: Hashable, ways: Ways, after: bool = False, news: bool = False) -> Turn:
@@ -146,7 +147,7 @@ class Steps:
         step, budget = self._expected((*(turn.key for turn in turns), key)), self.terms.budget
         if not isinstance(budget, int):
             return None, step
-        way = None if step is None else self._planned(step, turns, ways, budget)
+        way = self._as_in_others(turns, ways, budget) if step is None else self._planned(step, turns, ways, budget)
         if way is None and self.waiting():
             way = self._left(ways, budget, step)
         return way, step
@@ -187,6 +188,22 @@ class Steps:
         """Of the known steps that begin so, the one that takes most."""
         found = [step for form, step in self._known.items() if form.keys[: len(keys)] == keys]
         return max(found, key=lambda step: (len(step.form.keys), self._eager[step.form]), default=None)
+
+    def _as_in_others(self, turns: Sequence[Turn], own: Ways, budget: int) -> Way | None:
+        """The way for the call after ``turns``, of its ``own``, in a step that did not come before, as of other sizes.
+        Those are supposed to follow that followed in the largest step of the same models; None if there is none.
+        """
+        came = [*(turn.ways for turn in turns), own]
+        owners = tuple(id(ways.owner) for ways in came)
+        like = [form for form in self._known if len(form.keys) > 1 and form.owners[: len(owners)] == owners]
+        if not like:
+            return None
+        form = max(like, key=self._eager.__getitem__)
+        left, every = max(0, budget - self._known[form].beside), (*came, *self._ways_of(form)[len(came) :])
+        taken = [[turn.way] for turn in turns]
+        with contextlib.suppress(InfeasibleError):
+            return _shared(taken, every[len(taken) :], phases_of(form, every), left)[len(taken)]
+        return None
 
     def _planned(self, step: KnownStep, turns: Sequence[Turn], own: Ways, budget: int) -> Way | None:
         """The way for the call after ``turns``, of its ``own``; None if plans of later calls are to be known before."""

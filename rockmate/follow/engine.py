@@ -147,8 +147,8 @@ class Followed:
             made = sum(self.front.bytes_of_missing_gradients().values())
             turn = took(ways=Ways(self.front, device, kind.call, Way(0, 0, 0, 0), made))
             like = None if late else self._like(kind)
-            if like is not None and like.program is not None:
-                policy = Planned(like.program, partial(self._otherwise, kind, like, turn), exactly=False)
+            if like is not None and (program := like.ran or like.program) is not None:
+                policy = Planned(program, partial(self._otherwise, kind, like, turn), exactly=False)
             else:
                 policy = self._online(kind, device)
         else:
@@ -159,8 +159,8 @@ class Followed:
             kind.came(known)
             self.last = known
             turn = took(ways=self._ways(known))
-            self._shared, program = known.ways.placed(turn.way)
-            policy = Planned(program, partial(self._otherwise, kind, known, turn), among=len(kind.known))
+            self._shared, known.ran = known.ways.placed(turn.way)
+            policy = Planned(known.ran, partial(self._otherwise, kind, known, turn), among=len(kind.known))
         seen = known is not None and not known.rehearsed and not kind.news
         look = None if seen or late else kind.watch.look(device, bool(kind.known))
         return policy if look is None else Observed(look, policy, missing), turn

@@ -155,6 +155,7 @@ class Known:
     searched: dict[Asked, list[Schedule]] = field(default_factory=dict)  # for ``ways``
     then: weakref.ref[Known] | None = None
     frontier: Frontier | None = None
+    ran: FollowedProgram | None = None  # the last time, beside other calls of its step
     _program: FollowedProgram | None = None
 
     @property
@@ -166,7 +167,7 @@ class Known:
 
     def plan_as(self, plan: FollowedPlan) -> None:
         """``plan`` is for such calls from now on."""
-        self.plan, self.budget, self.schedule, self._program = plan, plan.budget, plan.schedule, None
+        self.plan, self.budget, self.schedule, self._program, self.ran = plan, plan.budget, plan.schedule, None, None
 
     @cached_property
     def eager_peak(self) -> int:

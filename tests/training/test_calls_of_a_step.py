@@ -27,8 +27,10 @@ from rockmate import (
     measure_peak,
 )
 from rockmate.calls.ways import PlannedWays
+from rockmate.calls.whole_steps import form_of, phases_of
 from rockmate.planning.ways import serving
 from solvers import Schedule
+from solvers.calls import level
 
 ROWS, WIDTH = 512, 64
 STEPS = 6
@@ -477,6 +479,38 @@ def test_sizes_of_one_graph_share_the_ways_that_were_found(monkeypatch: pytest.M
     assert 0 < len(searched) < len(sizes)
     peaks = [measure_peak(lambda y=y: both(models, x, y)) for y in sizes[-2:]]  # type: ignore[misc]
     assert max(peaks) <= budget
+
+
+@SEVERAL
+@pytest.mark.parametrize("prints", [False, True])
+def test_pairs_of_lengths_that_did_not_come_before_are_within_the_budget(prints: bool) -> None:
+    """As far as the plans tell, in the first step of each: the first call took what its successor was to have."""
+    models = [Layers(6, prints=prints), Layers(6, prints=prints)]
+    eager = copy.deepcopy(models)
+
+    def both(m: Sequence[nn.Module], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (m[0](x) * m[1](y).mean(0)).square().mean()
+
+    def rows(count: int) -> torch.Tensor:
+        return randn(count, WIDTH, seed=count)
+
+    budget = int(0.6 * measure_peak(lambda: both(eager, rows(ROWS), rows(ROWS)).backward()))
+    steps = attach(models, budget, costs="flops", cache=False)[0].terms.steps
+    lengths = [*[(ROWS, ROWS)] * STEPS, (512, 180), (500, 170), (180, 500), (480, 480), (300, 500), (490, 200)]
+    for k, (first, second) in enumerate(lengths):
+        loss = both(models, rows(first), rows(second))
+        turns = list(steps._turns)
+        loss.backward()
+        form, chosen = form_of(turns), [turn.way for turn in turns]
+        levels = [level(phase, chosen) for phase in phases_of(form, [turn.ways for turn in turns])]
+        assert k < STEPS or max(levels) <= budget, (first, second)
+        for m in eager:
+            m.zero_grad()
+        both(eager, rows(first), rows(second)).backward()
+        for m, e in zip(models, eager, strict=True):
+            for p, q in zip(m.parameters(), e.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+            m.zero_grad()
 
 
 CALLS = 12
