@@ -159,7 +159,7 @@ class Observer:
         if signs in self._known:
             if roots is not None:  # of the calls of a step, others are to be looked at
                 self._wasted += 1
-                self._passing = self._wasted
+                self._passing = self._wasted - 1
             return
         if roots is None and self.usage is not None and any(signs.differ_in_holding(other) for other in self._known):
             held = _union(self.usage, Usage((), signs.usage.held, signs.usage.attached, _NONE))
