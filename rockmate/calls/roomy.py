@@ -215,7 +215,7 @@ class RoomyCalls:
         runnable = self.front.last and self.front.last.ran if self.front.terms.steps.calls == 1 else None
         if self._last != called or runnable is None or runnable.plan.recomputed or not runnable.plan.room.seen:
             return inf
-        return int(runnable.planner.eager_peak)
+        return inf if runnable.observer is None or runnable.observer.unsure else int(runnable.planner.eager_peak)
 
     def _kind(
         self, model: torch.nn.Module, call: Call, called: Hashable, budget: int, followed: bool
