@@ -29,31 +29,20 @@ Slots = npt.NDArray[np.int64]
 
 Bytes = TypeVar("Bytes", int, Slots)
 
-ROWS = 128
-"""Ends of segments that are handled together, so that their columns stay in the processor's cache."""
-
-SPLITS = 8
-"""Splits after which it is determined again which columns can still improve."""
-
 
 class ChainTable:
-    """Optimal times for every number of slots up to ``size``, each slot ``unit`` bytes."""
+    """Optimal times for every number of slots up to ``size``, each slot ``unit`` bytes.
+
+    ``inner[i][j - i]`` and ``top[i]`` have one time for each number of slots.
+    """
 
     def __init__(self, costs: ChainCosts, unit: int, size: int) -> None:
         self.costs, self.unit, self.size = costs, unit, size
         count = costs.blocks
         self._rerun = np.array(costs.rerun_base, np.int64)
         self._columns = np.arange(size + 1)
-        self._buffer: Times = np.empty((count + 1) * (size + 1), np.float32)
         self._passes = [_passes(costs, i) for i in range(count)]
-        kept = [min(o.time + o.forward_time for o in of) for of in costs.options]
-        alone = [min(self._alone(k, o)[1] for o in range(len(of))) for k, of in enumerate(costs.options)]
-        self._alone_best = np.array(alone, np.float64)
-        # A block that another follows in its segment is kept, or passed before it runs alone.
-        self._followed_best = np.minimum(kept, self._alone_best + np.array(costs.pass_time, np.float64))
-        # inner[i][j - i], and its first finite column: columns before it need not be read.
         self.inner: list[Times] = [np.full((count - i, size + 1), np.inf, np.float32) for i in range(count)]
-        self._first: list[Slots] = [np.full(count - i, size + 1, np.int64) for i in range(count)]
         self.top: Times = np.full((count + 1, size + 1), np.inf, np.float32)
         self.top[count, self.slots(costs.loss_peak) :] = 0
         for i in reversed(range(count)):
@@ -68,68 +57,28 @@ class ChainTable:
         """``inner[i]`` for all ends j. (12) goes by rising k, since all ends from k on read ``inner[i,k-1]``."""
         out, count = self.inner[i], self.costs.blocks
         for o, option in enumerate(self.costs.options[i]):
-            row = out[0]
             least, time = self._alone(i, o)
-            np.minimum(row[least:], np.float32(time), out=row[least:])
+            np.minimum(out[0, least:], np.float32(time), out=out[0, least:])
             if i + 1 < count:
                 used, time = self._used(i, o), float(option.forward_time + option.time)
                 self._offer(out[1:], self._least_kept(i, o, self._rerun[i + 1 :]), used, self.inner[i + 1], time)
-        best = self._best(i)
-        again = self._again(i)
-        self._first[i][0] = _first(out[0])
-        done_at = np.empty(count - i, np.int64)
         for k in range(i + 1, count):
-            if (k - i - 1) % SPLITS == 0:
-                # Splits at k and later take at least the time of another pass. Columns at this time cannot improve.
-                limit = best[k - i :] + again[k - i - 1]
-                rows = out[k - i :]
-                done_at[k - i :] = np.where(
-                    rows[:, -1] <= limit, (rows <= limit[:, None]).argmax(axis=1), self.size + 1
-                )
-            self._pass(i, k, done_at)
-            self._first[i][k - i] = _first(out[k - i])
+            peaks, _, times = self._passes[i]
+            least = self.slots(peaks[k - i - 1] + self._rerun[k:])
+            before = self.inner[i][k - i - 1] + np.float32(times[k - i - 1])
+            self._offer(out[k - i :], least, self.slots(self.costs.interface_bytes[i][k]), self.inner[k], before)
 
-    def _pass(self, i: int, k: int, done_at: Slots) -> None:
-        """(12) for k and all ends from k on, ``ROWS`` ends at a time."""
-        start = int(self._first[i][k - i - 1])
-        if start > self.size:
-            return
-        peaks, _, times = self._passes[i]
-        used = self.slots(self.costs.interface_bytes[i][k])
-        before = self.inner[i][k - i - 1] + np.float32(times[k - i - 1])
-        least = np.maximum(self.slots(peaks[k - i - 1] + self._rerun[k:]), start)
-        for at in range(0, len(least), ROWS):
-            rows = slice(at, at + ROWS)
-            out, stop = self.inner[i][k - i :][rows], int(done_at[k - i :][rows].max())
-            self._offer(out[:, :stop], least[rows], used, self.inner[k][rows], before, self._first[k][rows])
-
-    def _offer(
-        self, out: Times, least: Slots, used: int, rest: Times, time: Times | float, first: Slots | None = None
-    ) -> None:
+    def _offer(self, out: Times, least: Slots, used: int, rest: Times, time: Times | float) -> None:
         """Lower row r of ``out`` to ``time`` plus ``rest[r]`` with ``used`` slots less, from column ``least[r]`` on."""
-        stop = out.shape[1]
-        low = max(used, int(least.min()) if first is None else int(np.maximum(least, first + used).min()))
-        if low >= stop:
+        low = max(used, int(least.min()))
+        if low > self.size:
             return
-        more = np.float32(time) if isinstance(time, float) else time[low:stop]
-        offers = self._buffer[: len(out) * (stop - low)].reshape(len(out), stop - low)
-        np.add(rest[:, low - used : stop - used], more, out=offers)
-        high = min(stop, int(least.max()))
-        if high > low:
-            offers[:, : high - low][self._columns[low:high] < least[:, None]] = np.inf
+        more = np.float32(time) if isinstance(time, float) else time[low:]
+        offers = rest[:, low - used : self.size + 1 - used] + more
+        high = int(least.max()) - low
+        if high > 0:
+            offers[:, :high][self._columns[low : low + high] < least[:, None]] = np.inf
         np.minimum(out[:, low:], offers, out=out[:, low:])
-
-    def _best(self, i: int) -> Times:
-        """Per end, a time that i..j takes at least, rounded up."""
-        sums = np.concatenate([[0.0], np.cumsum(self._followed_best[i:-1])]) + self._alone_best[i:]
-        best: Times = (sums * (1 + 1e-6)).astype(np.float32)
-        return best
-
-    def _again(self, i: int) -> Times:
-        """Per k, the time by which a split at k or later exceeds ``_best`` at least."""
-        extra = self._passes[i][2][: self.costs.blocks - i] + self._alone_best[i:] - self._followed_best[i:]
-        least: Times = np.minimum.accumulate(extra[::-1])[::-1].astype(np.float32)
-        return least
 
     def _fill_top(self, i: int) -> None:
         for o, option in enumerate(self.costs.options[i]):
@@ -210,9 +159,3 @@ def _passes(costs: ChainCosts, i: int) -> tuple[Slots, Slots, Slots]:
     first = peaks + np.array(costs.first_base[i:], np.int64)
     times = np.cumsum(np.array(costs.pass_time[i:], np.int64))
     return np.maximum.accumulate(peaks), np.maximum.accumulate(first), times
-
-
-def _first(row: Times) -> int:
-    """The first finite column; times are finite from there on."""
-    finite = np.isfinite(row)
-    return int(finite.argmax()) if finite[-1] else len(row)
