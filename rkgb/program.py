@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -71,6 +72,10 @@ def computed(node: Node, value: Callable[[int], Any]) -> tuple[Any, ...]:
     return (result,) if node.outputs else ()
 
 
+def _attribute(x: Any, name: str) -> Any:
+    return getattr(x, name, None)
+
+
 def source_values(
     sources: Mapping[int, Source], model: torch.nn.Module, inputs: list[torch.Tensor]
 ) -> dict[int, torch.Tensor]:
@@ -78,7 +83,6 @@ def source_values(
 
     Raises ``KeyError`` for a name that the module no longer has.
     """
-    modules: dict[str, Any] = {"": model}
     tensors: dict[int, torch.Tensor] = {}
     for v, source in sources.items():
         if source.kind == "input":
@@ -86,27 +90,10 @@ def source_values(
         elif source.kind == "constant":
             tensors[v] = source.key
         else:
-            path, _, name = source.key.rpartition(".")
-            module = modules[path] if path in modules else _module_at(path, modules)
-            tensor = _tensor_of(module, name)
+            tensor = functools.reduce(_attribute, source.key.split("."), model)
             if not isinstance(tensor, torch.Tensor):
                 raise KeyError(
                     f"the module no longer has the {source.kind} {source.key!r} that it had when it was planned"
                 )
             tensors[v] = tensor
     return tensors
-
-
-def _module_at(path: str, modules: dict[str, Any]) -> Any:
-    """The submodule of this name; ``modules`` is a cache."""
-    if path not in modules:
-        above, _, name = path.rpartition(".")
-        modules[path] = getattr(_module_at(above, modules), name, None)
-    return modules[path]
-
-
-def _tensor_of(module: Any, name: str) -> Any:
-    """The attribute of this name. Most are parameters, where ``nn.Module.__getattr__`` looks only at the end."""
-    parameters = getattr(module, "_parameters", None)
-    tensor = parameters.get(name) if type(parameters) is dict else None  # not that of a scripted module
-    return getattr(module, name, None) if tensor is None else tensor

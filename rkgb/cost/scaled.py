@@ -6,7 +6,7 @@ Bytes of results and gradients are exact. Temporary memory of kernels is an uppe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 
@@ -30,15 +30,7 @@ def scaled_costs(old: S_graph, new: S_graph, costs: Sequence[Cost]) -> list[Cost
     the square of their growth), and an operation that chooses by size needs no more for smaller inputs. For those that
     may (``choosing_anew``) memory is measured.
     """
-    known: dict[Hashable, Cost] = {}
-    every = []
-    for i, cost in enumerate(costs):
-        own = tuple((old.d.values[v].bytes, new.d.values[v].bytes) for v in (*old.nodes[i].reads, *old.nodes[i].makes))
-        key = id(cost), own, old.nodes[i].saved.private, new.nodes[i].saved.private  # equal nodes have one cost
-        if key not in known:
-            known[key] = _scaled(old, new, i, cost)
-        every.append(known[key])
-    return every
+    return [_scaled(old, new, i, cost) for i, cost in enumerate(costs)]
 
 
 NUMBERS = 64
