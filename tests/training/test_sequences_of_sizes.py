@@ -154,6 +154,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[torch.Tensor
 KEPT_OTHERWISE = ("recurrent", "bfloat16")
 """Cases with kernels that keep or lay out otherwise on a CPU than torch's rules for sizes say."""
 
+OF_ONE = ("recurrent",)
+"""Cases in which a batch of one is another graph, which is traced when it comes."""
+
 
 def trained(model: nn.Module, batches: list[tuple[torch.Tensor, ...]]) -> list[Any]:
     torch.manual_seed(0)
@@ -193,7 +196,7 @@ def test_a_sequence_of_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rockmate.calls.graph.Shown, "graph_of_a_run", count_runs)
     attach(model, budget, costs="flops", on_infeasible="least")
     assert_same(trained(model, batches), trained(eager, batches))
-    assert traced == 1
+    assert traced == 1 + (name in OF_ONE)
     assert (ran > 0) == (name in KEPT_OTHERWISE)
     for batch in batches[:2]:
 
@@ -341,8 +344,8 @@ class Outer(WeightsKept):
         return x
 
 
-def test_what_exceeds_once_is_planned_at_other_sizes() -> None:
-    """A step took more than was supposed: those of other sizes, and of another capture, do so as well."""
+def test_what_exceeds_is_planned_at_each_size() -> None:
+    """No step takes more than the budget before it is planned."""
     torch.manual_seed(0)
     model = Outer()
     batches = [torch.randint(40, (4, n)) for n in (8, 20, 100, 95)]
@@ -358,6 +361,5 @@ def test_what_exceeds_once_is_planned_at_other_sizes() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step(ids)
-        said.append(["the last step took" in str(w.message) for w in caught])
-    assert said[:3] == [[], [], [True]]
-    assert not any(map(any, said[3:]))
+        said += [w for w in caught if "the last step took" in str(w.message)]
+    assert not said
