@@ -282,3 +282,44 @@ def test_a_sample_of_inference_mode() -> None:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
     model[0].requires_grad_(False)
     Rockmate(model, x, "90%", costs="flops", cache=False)(x).sum().backward()
+
+
+TOTAL = torch.zeros(16)
+
+
+class Changing(Layer):
+    """Followed. Its forward and its hooks change tensors that no module holds."""
+
+    total = torch.zeros(16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ModuleList(nn.Identity() for _ in range(600))  # more than is looked into besides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            TOTAL.add_(x.mean(0))
+            self.total.add_(x.mean(0))
+        return self.b(torch.tanh(self.a(x)).exp().sin())
+
+
+def test_steps_ahead_of_training_change_nothing_that_hooks_and_functions_hold() -> None:
+    model, seen, total = Changing(), list[int](), torch.zeros(16)
+    momenta = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
+
+    def added(_: nn.Module, __: Any, gradients: tuple[torch.Tensor, ...]) -> None:
+        total.add_(gradients[0].sum(0))
+
+    model.b.register_full_backward_hook(added)
+
+    def stepped(p: torch.Tensor) -> None:
+        seen.append(len(seen))
+        momenta[p].step()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(stepped)
+    Rockmate(model, torch.randn(64, 16), "100%", costs="flops", cache=False)
+    assert not seen
+    assert not any(momentum.state for momentum in momenta.values())
+    assert not any(t.any() for t in (TOTAL, Changing.total, total))
