@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
+import threading
 import warnings
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from against_eager import assert_same, assert_trains_as_eager, step, under_budget
+from against_eager import assert_same, assert_trains_as_eager, snapshot, step, under_budget
 from test_order import assert_two_steps_equal
 from torch import nn
 from torch.nn import functional as F
@@ -323,3 +325,47 @@ def test_steps_ahead_of_training_change_nothing_that_hooks_and_functions_hold() 
     assert not seen
     assert not any(momentum.state for momentum in momenta.values())
     assert not any(t.any() for t in (TOTAL, Changing.total, total))
+
+
+def _drawn() -> float:
+    return random.random() + float(numpy.random.rand())
+
+
+@torch.library.custom_op("rockmate_again::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Draws from Python's generator and NumPy's, unseen."""
+    return x + _drawn()
+
+
+@torch.library.custom_op("rockmate_again::noisy_backward", mutates_args=())
+def noisy_backward(x: torch.Tensor) -> torch.Tensor:
+    """Draws in its backward."""
+    return x.clone()
+
+
+for op, backward in ((noisy, lambda _, g: g * 2), (noisy_backward, lambda _, g: g * _drawn())):
+    op.register_fake(torch.empty_like)
+    op.register_autograd(backward)
+
+
+@pytest.mark.parametrize("op", [noisy, noisy_backward])
+def test_operators_that_draw_unseen_are_given_the_numbers_of_eager_mode(
+    op: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no other thread runs that may draw: pytest's, which waits for its time limit, does not."""
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
+
+    class Noisy(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.tanh(op(torch.tanh(self.a(x)).exp())).sin())
+
+    torch.manual_seed(0)
+    model, found = Noisy(), []
+    for call in (copy.deepcopy(model), model):
+        random.seed(0)
+        numpy.random.seed(0)
+        if call is model:
+            attach(model, "90%", costs="flops", cache=False, on_infeasible="least")
+        outputs = [t for k in range(4) for t in step(call, (torch.full((64, 16), 0.1 * k),))]
+        found.append([*outputs, *snapshot(call), random.getstate(), float(numpy.random.rand())])
+    assert_same(found[1], found[0])
