@@ -31,13 +31,14 @@ from rkgb.trees import tensors_in
 _MOST = 5000  # objects looked into beside the modules' own
 _ONE_WAY = (collections.abc.Iterator, queue.Queue, queue.SimpleQueue)
 _CONTAINERS = (dict, set, list, collections.deque, bytearray, array.array)
-_NAMESPACES = (SimpleNamespace, argparse.Namespace, torch.optim.Optimizer)
+_NAMESPACES = (SimpleNamespace, argparse.Namespace, torch.optim.Optimizer, torch.nn.Module)
 
 
 class Held:
     """What the modules of ``model`` hold, and what their code reaches by name: lists, dicts and their kind, objects of
-    classes that are in no installed package, optimizers, arrays, generators of random numbers. ``tensors``: those that
-    are found, which are not put back. ``one_way``: the names of iterators and queues, which cannot be put back.
+    classes that are in no installed package, optimizers, other modules, arrays, generators of random numbers.
+    ``tensors``: those that are found, which are not put back. ``one_way``: the names of iterators and queues, which
+    cannot be put back.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -84,7 +85,7 @@ class Held:
         self._keep(lambda: {k: held.get(k) for k in numbers}, put_all)
 
     def _look(self, place: str, x: Any) -> None:
-        if isinstance(x, (torch.nn.Module, str, bytes, int, float, type(None))) or id(x) in self._seen:
+        if isinstance(x, (str, bytes, int, float, type(None))) or id(x) in self._seen:
             return
         if isinstance(x, torch.Tensor):
             if id(x) not in self.tensors:
@@ -130,7 +131,7 @@ class Held:
             if not _foreign(x.__module__):
                 self._keep_numbers(vars(x), vars(x), partial(setattr, x))
                 self._left += ((f"{place}.{k}", v) for k, v in vars(x).items() if not isinstance(v, _ONE_WAY))
-        elif hasattr(x, "__dict__") and (isinstance(x, _NAMESPACES) or not _foreign(type(x).__module__)):
+        elif hasattr(x, "__dict__") and (_is_looked_into(x) or not _foreign(type(x).__module__)):
             self._keep_container(vars(x))
             self._left += ((f"{place}.{k}", v) for k, v in vars(x).items())
             self._left.append((f"the class {type(x).__qualname__}", type(x)))
@@ -144,6 +145,11 @@ class Held:
                 self._keep(partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
                 self._left.append((f"the variable {k}", cell.cell_contents))
         self._left += ((f"a default of {x.__qualname__}", v) for v in x.__defaults__ or ())
+
+
+def _is_looked_into(x: Any) -> bool:
+    """Whether ``x``, of a class of others', holds what the user gives it; this project's modules hold plans."""
+    return isinstance(x, _NAMESPACES) and type(x).__module__.partition(".")[0] not in ("rkgb", "rockmate")
 
 
 def _generator(x: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

@@ -75,6 +75,7 @@ def keeps_what_is_written(program: fx.GraphModule) -> fx.Node | None:
     in_backwards = {x for _, backward in bodies.values() for n in backward.graph.nodes for x in _written(n)}
     for graph in graphs_within(program):
         written = set(in_backwards)
+        node: fx.Node
         for node in reversed(graph.graph.nodes):
             if is_function(node) and written & _kept_of_given(bodies[node][0]):
                 return node
