@@ -32,12 +32,12 @@ def other_draws() -> Iterator[list[str]]:
     it twice. If no other thread runs, the states decide.
     """
     drawn_from: list[str] = []
-    alone = threading.active_count() == 1
+    alone = _alone()
     with contextlib.nullcontext() if alone else _numpy_lock():
         before = random.getstate(), _numpy_state(), _numpy_generator() and _numpy_generator().get_state()
         with _watched() as calls:
             yield drawn_from
-        alone = alone and threading.active_count() == 1
+        alone = alone and _alone()
         if (alone or calls) and random.getstate() != before[0]:
             drawn_from.append(PYTHON)
             if alone:
@@ -45,6 +45,27 @@ def other_draws() -> Iterator[list[str]]:
         if before[1] and _numpy_state() != before[1]:  # its first import meanwhile is no draw
             drawn_from.append(NUMPY)
             _numpy_generator().set_state(before[2])
+
+
+@contextlib.contextmanager
+def draws_put_back() -> Iterator[None]:
+    """A context that restores both generators at its end, as operators of the user's may draw from them unseen; not
+    where another thread may have drawn from them, too.
+    """
+    alone = _alone()
+    before = random.getstate(), _numpy_generator() and _numpy_generator().get_state()
+    try:
+        yield
+    finally:
+        if alone and _alone():
+            random.setstate(before[0])
+            if before[1]:
+                _numpy_generator().set_state(before[1])
+
+
+def _alone() -> bool:
+    """Whether no other thread runs that may draw; tqdm's, which is there once a bar was shown, draws nothing."""
+    return all(t is threading.current_thread() or type(t).__name__ == "TMonitor" for t in threading.enumerate())
 
 
 @contextlib.contextmanager

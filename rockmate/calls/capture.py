@@ -25,7 +25,7 @@ from rockmate.calls.front import Front
 from rockmate.calls.masks import are_known, is_full, left_out_as_eager
 from rockmate.calls.numbers import is_number
 from rockmate.calls.reasons import LOOPS
-from rockmate.calls.structure import graphs_within
+from rockmate.calls.structure import graphs_within, is_function, keeps_what_is_written
 from rockmate.calls.surroundings import keep_draws_of_other_threads, modes_again, put_back_if_it_fails
 from rockmate.calls.unguarded import CAPTURING, Noted
 from rockmate.errors import PlanningWarning
@@ -199,6 +199,8 @@ def check_capture(program: fx.GraphModule) -> None:
         raise UnsupportedError(f"{spread.name} is a tensor that is spread over processes (DTensor)")
     if recurrent := next(_recurrent_in_autocast(program), None):
         raise UnsupportedError(f"a recurrent layer runs within forward's own autocast{line_of(recurrent)}")
+    if keeping := keeps_what_is_written(program):
+        raise UnsupportedError(f"an autograd.Function keeps a tensor that is changed later{line_of(keeping)}")
     check_effects()
     if not any("RandomValueSource" in kind_of_source(n) for n in inputs):
         keep_draws_of_other_threads()
@@ -240,8 +242,7 @@ def check_values(program: fx.GraphModule) -> None:
             raise UnsupportedError(f"the sizes of {node.name}{line_of(node)} depend on values")
         if isinstance(example, numbers) and node.users and free_unbacked_symbols(example):
             raise UnsupportedError(f"{node.name} is a number that Python reads from a tensor{line_of(node)}")
-        applied = str(getattr(node.target, "_name", "")) == "autograd_function_apply"
-        if applied and not all(map(_is_size, node.all_input_nodes)):
+        if is_function(node) and not all(map(_is_size, node.all_input_nodes)):
             raise UnsupportedError(f"an autograd.Function is given a number that changes{line_of(node)}")
 
 

@@ -28,20 +28,22 @@ from rkgb.randomness import random_state, set_random_state, watched_devices
 from rkgb.trace.code import is_installed
 from rkgb.trees import tensors_in
 
-_MOST = 5000  # objects looked into
+_MOST = 5000  # objects looked into beside the modules' own
 _ONE_WAY = (collections.abc.Iterator, queue.Queue, queue.SimpleQueue)
 _CONTAINERS = (dict, set, list, collections.deque, bytearray, array.array)
-_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+_NAMESPACES = (SimpleNamespace, argparse.Namespace, torch.optim.Optimizer, torch.nn.Module)
 
 
 class Held:
     """What the modules of ``model`` hold, and what their code reaches by name: lists, dicts and their kind, objects of
-    classes that are in no installed package, arrays, generators of random numbers. ``one_way``: the names of iterators
-    and queues, which cannot be put back.
+    classes that are in no installed package, optimizers, other modules, arrays, generators of random numbers.
+    ``tensors``: those that are found, which are not put back. ``one_way``: the names of iterators and queues, which
+    cannot be put back.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.one_way: list[str] = []
+        self.tensors: dict[int, torch.Tensor] = {}
         self._states: list[tuple[Any, Callable[[], Any], Callable[[Any], Any]]] = []  # with what reads and sets each
         self._seen: dict[int, Any] = {}  # keeps what it has seen, so that no other object gets its number
         self._left: collections.deque[tuple[str, Any]] = collections.deque()  # what it is called, and what it is
@@ -52,7 +54,8 @@ class Held:
             self._left += ((f"the attribute {name}{'.' * bool(name)}{k}", v) for k, v in vars(m).items())
             classes.update(dict.fromkeys(type(m).__mro__))
         self._left += ((f"the class {c.__qualname__}", c) for c in classes)
-        while self._left and len(self._seen) < _MOST:
+        most = len(self._seen) + len(self._left) + _MOST
+        while self._left and len(self._seen) < most:
             self._look(*self._left.popleft())
 
     def changed(self) -> bool:
@@ -82,7 +85,12 @@ class Held:
         self._keep(lambda: {k: held.get(k) for k in numbers}, put_all)
 
     def _look(self, place: str, x: Any) -> None:
-        if isinstance(x, (torch.Tensor, torch.nn.Module, str, bytes, int, float, type(None))) or id(x) in self._seen:
+        if isinstance(x, (str, bytes, int, float, type(None))) or id(x) in self._seen:
+            return
+        if isinstance(x, torch.Tensor):
+            if id(x) not in self.tensors:
+                self._left += (("a hook", hooks) for hooks in (x._backward_hooks, x._post_accumulate_grad_hooks))
+            self.tensors[id(x)] = x
             return
         self._seen[id(x)] = x
         if isinstance(x, _ONE_WAY):
@@ -123,7 +131,7 @@ class Held:
             if not _foreign(x.__module__):
                 self._keep_numbers(vars(x), vars(x), partial(setattr, x))
                 self._left += ((f"{place}.{k}", v) for k, v in vars(x).items() if not isinstance(v, _ONE_WAY))
-        elif hasattr(x, "__dict__") and (isinstance(x, _NAMESPACES) or not _foreign(type(x).__module__)):
+        elif hasattr(x, "__dict__") and (_is_looked_into(x) or not _foreign(type(x).__module__)):
             self._keep_container(vars(x))
             self._left += ((f"{place}.{k}", v) for k, v in vars(x).items())
             self._left.append((f"the class {type(x).__qualname__}", type(x)))
@@ -137,6 +145,11 @@ class Held:
                 self._keep(partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
                 self._left.append((f"the variable {k}", cell.cell_contents))
         self._left += ((f"a default of {x.__qualname__}", v) for v in x.__defaults__ or ())
+
+
+def _is_looked_into(x: Any) -> bool:
+    """Whether ``x``, of a class of others', holds what the user gives it; this project's modules hold plans."""
+    return isinstance(x, _NAMESPACES) and type(x).__module__.partition(".")[0] not in ("rkgb", "rockmate")
 
 
 def _generator(x: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
@@ -282,7 +295,7 @@ def put_back(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator
             "the steps that a plan needs ahead of training. Take it outside of forward, or attach the model without "
             "a sample"
         )
-    tensors = _tensors_of(model, inputs)
+    tensors = _tensors_of(model, [*inputs, *held.tensors.values()])
     values = [(t, t._version, t.detach(), t.detach().to("cpu", copy=True)) for t in tensors if not t.is_meta]
     gradients = [(t, t.grad) for t in tensors if t.is_leaf]
     for t, gradient in gradients:
@@ -311,7 +324,7 @@ def put_back(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator
 
 
 def _tensors_of(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs, parameters, buffers, and other tensors that modules hold, each once."""
+    """The ``inputs``, parameters, buffers, and other tensors that modules hold, each once."""
     found: dict[int, torch.Tensor] = {}
     own = [*model.parameters(), *model.buffers()]  # those of scripted modules are among no attributes
     for held in (inputs, own, *(v for m in model.modules() for v in vars(m).values())):

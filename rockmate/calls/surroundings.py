@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pus
 from rkgb.graphs import Mode
 from rkgb.program import in_mode
 from rkgb.settings import are_in_force, under_settings
+from rkgb.trace.other_draws import draws_put_back
 from rkgb.trace.patches import is_traced
 from rkgb.warn import warn
 from rockmate.errors import BudgetWarning, HookError
@@ -243,12 +244,18 @@ def without_saved_hooks() -> Iterator[None]:
 def undisturbed() -> Iterator[None]:
     """Plan without what the caller's context would add: hooks of saved tensors (torch.utils.checkpoint,
     save_on_cpu), modes that see every operation (FlopCounterMode), torch's own hooks of all modules, and the cache
-    of parametrizations.
+    of parametrizations. Afterwards Python's and NumPy's generators are as before.
 
     Raises ``HookError`` for others' hooks of all modules.
     """
     check_global_hooks()
-    with without_cached_parametrizations(), without_global_hooks(), without_saved_hooks(), _disable_current_modes():
+    with (
+        draws_put_back(),
+        without_cached_parametrizations(),
+        without_global_hooks(),
+        without_saved_hooks(),
+        _disable_current_modes(),
+    ):
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_trains_as_eager, step
+from against_eager import assert_same, assert_trains_as_eager, snapshot, step
 from models import part_way, randn
 from torch import nn
 
@@ -77,6 +77,62 @@ class Functions(nn.Module):
             more = (self.scale,) if self.function is OfParameter else ()
             x = torch.tanh(self.function.apply(torch.sigmoid(layer(x)), *more))
         return x
+
+
+class Counting(torch.autograd.Function):
+    """Adds to a tensor in its backward; no product is computed with what is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.total = total
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.total.add_(gradient.abs().sum(0))
+        return gradient * 2, None
+
+
+class Reading(torch.autograd.Function):
+    """Reads in its backward what a tensor has become by then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.total = total
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.total, None
+
+
+class Totals(nn.Module):
+    """Layers with a function behind each that keeps one buffer, which forward may change."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.function = nn.ModuleList(nn.Linear(32, 32) for _ in range(5)), function
+        self.register_buffer("total", torch.ones(32))
+        self.changes = function is Reading
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(self.function.apply(torch.sigmoid(layer(x)), self.total))
+            if self.changes:
+                self.total.mul_(1.1)
+        return x
+
+
+@pytest.mark.parametrize("function", [Counting, Reading])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_tensor_that_a_function_keeps_may_change_before_its_backward_ends(function: Any, sampled: bool) -> None:
+    """It is an attribute, of which autograd counts no changes, as it would of what a capture saves."""
+    model, x = Totals(function), randn(512, 32, seed=0)
+    eager = copy.deepcopy(model)
+    attach(model, "70%", sample=x if sampled else None, costs="flops", cache=False)
+    found: list[list[Any]] = [[t for _ in range(4) for t in (*step(m, [x]), m.total.clone())] for m in (model, eager)]
+    assert_same(*([*f, *snapshot(m)] for f, m in zip(found, (model, eager), strict=True)))
 
 
 @pytest.mark.parametrize("function", [Attribute, Everything, OfParameter])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
+import threading
 import warnings
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from against_eager import assert_same, assert_trains_as_eager, step, under_budget
+from against_eager import assert_same, assert_trains_as_eager, snapshot, step, under_budget
 from test_order import assert_two_steps_equal
 from torch import nn
 from torch.nn import functional as F
@@ -282,3 +284,88 @@ def test_a_sample_of_inference_mode() -> None:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
     model[0].requires_grad_(False)
     Rockmate(model, x, "90%", costs="flops", cache=False)(x).sum().backward()
+
+
+TOTAL = torch.zeros(16)
+
+
+class Changing(Layer):
+    """Followed. Its forward and its hooks change tensors that no module holds."""
+
+    total = torch.zeros(16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ModuleList(nn.Identity() for _ in range(600))  # more than is looked into besides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            TOTAL.add_(x.mean(0))
+            self.total.add_(x.mean(0))
+        return self.b(torch.tanh(self.a(x)).exp().sin())
+
+
+def test_steps_ahead_of_training_change_nothing_that_hooks_and_functions_hold() -> None:
+    model, seen, total, norm = Changing(), list[int](), torch.zeros(16), nn.BatchNorm1d(16)
+    momenta = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
+
+    def added(_: nn.Module, __: Any, gradients: tuple[torch.Tensor, ...]) -> None:
+        total.add_(norm(gradients[0]).square().sum(0))
+
+    model.b.register_full_backward_hook(added)
+
+    def stepped(p: torch.Tensor) -> None:
+        seen.append(len(seen))
+        momenta[p].step()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(stepped)
+    Rockmate(model, torch.randn(64, 16), "100%", costs="flops", cache=False)
+    assert not seen
+    assert not any(momentum.state for momentum in momenta.values())
+    assert not any(t.any() for t in (TOTAL, Changing.total, total, norm.running_mean, norm.num_batches_tracked))
+
+
+def _drawn() -> float:
+    return random.random() + float(numpy.random.rand())
+
+
+@torch.library.custom_op("rockmate_again::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Draws from Python's generator and NumPy's, unseen."""
+    return x + _drawn()
+
+
+@torch.library.custom_op("rockmate_again::noisy_backward", mutates_args=())
+def noisy_backward(x: torch.Tensor) -> torch.Tensor:
+    """Draws in its backward."""
+    return x.clone()
+
+
+for op, backward in ((noisy, lambda _, g: g * 2), (noisy_backward, lambda _, g: g * _drawn())):
+    op.register_fake(torch.empty_like)
+    op.register_autograd(backward)
+
+
+@pytest.mark.parametrize("op", [noisy, noisy_backward])
+def test_operators_that_draw_unseen_are_given_the_numbers_of_eager_mode(
+    op: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no other thread runs that may draw: pytest's, which waits for its time limit, does not."""
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
+
+    class Noisy(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.tanh(op(torch.tanh(self.a(x)).exp())).sin())
+
+    torch.manual_seed(0)
+    model, found = Noisy(), []
+    for call in (copy.deepcopy(model), model):
+        random.seed(0)
+        numpy.random.seed(0)
+        if call is model:
+            attach(model, "90%", costs="flops", cache=False, on_infeasible="least")
+        outputs = [t for k in range(4) for t in step(call, (torch.full((64, 16), 0.1 * k),))]
+        found.append([*outputs, *snapshot(call), random.getstate(), float(numpy.random.rand())])
+    assert_same(found[1], found[0])
