@@ -20,7 +20,7 @@ import solvers.chain.chain
 import solvers.chain.costs
 from solvers.block.block import BlockView, Option
 from solvers.block.ilp import Grid, TimeLimit, view_options
-from solvers.chain.chain import ChainPlan, _Candidates
+from solvers.chain.chain import SINGLES, ChainPlan, _Candidates
 from solvers.chain.costs import Options, SolvedViews
 from solvers.problem import Problem
 
@@ -68,7 +68,7 @@ def _blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
             monkeypatch.setattr(rockmate.planning.finder, "lower_bound", lambda problem, _: problem.eager_time)
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(32)
 def _candidates(problem: Problem, options: tuple[tuple[int, tuple[Option, ...]], ...], slots: int) -> _Candidates:
     return _Candidates(problem, dict(options), slots)
 
@@ -77,7 +77,8 @@ class CandidatesOnce(_Candidates):
     """Those of an earlier test, each walked once. Which of them are walked depends on this test alone."""
 
     def __init__(self, problem: Problem, options: Options, slots: int) -> None:
-        self.before = _candidates(problem, tuple(options.items()), slots)
+        make = _candidates if len(problem.blocks) <= SINGLES else _candidates.__wrapped__  # else tables are large
+        self.before = make(problem, tuple(options.items()), slots)
         self.problem, self.options, self.points, self.walked = problem, options, self.before.points, {}
 
     def at(self, k: int) -> ChainPlan:

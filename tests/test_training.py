@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ZOO, Case, case, outputs_of, part_way, square_loss
+from models import ZOO, Case, case, outputs_of, pairs, part_way, square_loss
 
 from rkgb.sample import Call
 from rockmate import Rockmate, measure_peak
@@ -96,9 +96,10 @@ def test_two_steps_equal_eager_and_a_third_is_within_the_budget(c: Case, allocat
         assert measure_peak(train, "cpu") <= rk.budget
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss])
-@pytest.mark.parametrize("fraction", (0.0, 0.5))
-@pytest.mark.parametrize("name", ["mlp", "gpt", "two_in_two_out"])
+@pytest.mark.parametrize(
+    ("loss", "fraction", "name"),
+    pairs([F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss], [0.0, 0.5], ["mlp", "gpt", "two_in_two_out"]),
+)
 def test_what_a_loss_keeps_is_within_the_budget(name: str, fraction: float, loss: Any) -> None:
     """Results of mean square errors have storage as large as their input, for as long as they live."""
     c = case(name)
@@ -115,9 +116,7 @@ def test_what_a_loss_keeps_is_within_the_budget(name: str, fraction: float, loss
     assert measure_peak(train, "cpu") <= rk.budget
 
 
-@pytest.mark.parametrize("held", [True, False])
-@pytest.mark.parametrize("allocated", [False, True], ids=["grads_none", "grads_allocated"])
-@pytest.mark.parametrize("percent", [95, 80, 70])
+@pytest.mark.parametrize(("percent", "allocated", "held"), pairs([95, 80, 70], [False, True], [True, False]))
 def test_predicted_peak_is_the_measured_one(percent: int, allocated: bool, held: bool) -> None:
     """Cross entropy is the loss that the prediction supposes; its own numbers are what the scalars are for."""
     c = case("gpt")
@@ -139,17 +138,17 @@ def test_predicted_peak_is_the_measured_one(percent: int, allocated: bool, held:
     assert rk.plan.predicted_peak <= measured <= rk.plan.predicted_peak + 64
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("c", ZOO, ids=lambda c: c.name)
-def test_a_backward_is_stopped_only_where_something_runs_again(c: Case, fraction: float) -> None:
+def test_a_backward_is_stopped_only_where_something_runs_again(c: Case) -> None:
     """Or for what autograd cannot let go by itself: outputs, and data that come back later."""
-    runnable = make_runnable(planner_of(c.name), budget_of(c.name, fraction))
-    program, k = runnable.program, runnable.plan.graph
-    needed = set(k.outputs)
-    for steps in reversed(program.before):
-        runs = [step for step in steps if isinstance(step, Run)]
-        assert runs or any(step.data in needed for step in steps if isinstance(step, Del))
-        needed.update(d for run in runs for d in (*k.nodes[run.node].reads, *k.nodes[run.node].makes))
+    for fraction in FRACTIONS:
+        runnable = make_runnable(planner_of(c.name), budget_of(c.name, fraction))
+        program, k = runnable.program, runnable.plan.graph
+        needed = set(k.outputs)
+        for steps in reversed(program.before):
+            runs = [step for step in steps if isinstance(step, Run)]
+            assert runs or any(step.data in needed for step in steps if isinstance(step, Del))
+            needed.update(d for run in runs for d in (*k.nodes[run.node].reads, *k.nodes[run.node].makes))
 
 
 def half(name: str = "gpt") -> tuple[Case, torch.nn.Module, torch.nn.Module, Rockmate]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_trains_as_eager, step
-from models import part_way, randn, square_loss
+from models import pairs, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -261,9 +261,7 @@ OUTSIDE: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, Callable[[torch.
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-@pytest.mark.parametrize("holds", [False, True])
-@pytest.mark.parametrize("fraction", [0.0, 0.4])
+@pytest.mark.parametrize(("name", "holds", "fraction"), pairs(OUTSIDE, [False, True], [0.0, 0.4]))
 def test_a_loss_outside_is_planned_for_as_it_was_seen(name: str, holds: bool, fraction: float) -> None:
     """Within the budget in the first step, with room that suffices for all of these; predicted from the second on."""
     torch.manual_seed(0)
