@@ -177,7 +177,7 @@ class Widens(nn.Module):
         return torch.cat([y, y]).tanh() if x.shape[0] < self.few else y.tanh()
 
 
-@pytest.mark.parametrize(("rows", "few"), [(1, 0), (2, 0), (1, 400)])
+@pytest.mark.parametrize(("rows", "few"), [(2, 0), (1, 400)])
 def test_the_largest_sizes_that_fit_may_be_below_the_sample(rows: int, few: int) -> None:
     """They are those that planning says, also where the model computes something else at them."""
     model, x = Widens(rows, few), randn(512, 16, seed=0)
