@@ -215,20 +215,21 @@ def test_gradients_of_parameters_that_are_gradients_of_others(how: str, given: b
             p.grad = torch.zeros_like(p) if given else None
 
     start()
-    found = frontier(model, x, costs="flops")
+    rk = Rockmate(model, x, "100%", costs="flops")
+    found = rk.frontier()
+
+    def step() -> None:
+        model.zero_grad(set_to_none=not given)
+        square_loss(rk(x)).backward()
+
     for share in (0.0, 1.0):
-        rk, planned = planned_by("Rockmate", model, part_way(found, share), x)
-
-        def step(rk: nn.Module = rk) -> None:
-            model.zero_grad(set_to_none=not given)
-            square_loss(rk(x)).backward()
-
+        rk.budget = part_way(found, share)
         step()
         start()
         peak = measure_peak(step, "cpu")
         start()
-        assert planned.plan is not None  # whose loss may take as much as the output once more
-        assert planned.plan.predicted_peak - rk(x).nbytes <= peak <= planned.plan.predicted_peak + SCALARS
+        # The loss may take as much as the output once more.
+        assert rk.plan.predicted_peak - rk(x).nbytes <= peak <= rk.plan.predicted_peak + SCALARS
 
 
 class Shuffled(nn.Module):
