@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,21 @@ MakeCall = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 
 SEVERAL = "ignore:.*times before a backward:rockmate.BudgetWarning"
 """The filter for tests of several calls that share a backward, whose memory is not what they test."""
+
+
+def in_turn(first: Iterable[Any], second: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Each value of ``first``, which are as many or more, with one of ``second``: for axes of tests that have nothing
+    to do with each other.
+    """
+    return list(zip(first, itertools.cycle(second), strict=False))
+
+
+def pairs(first: Iterable[Any], second: Iterable[Any], third: Iterable[Any]) -> list[tuple[Any, Any, Any]]:
+    """All pairs of the first two, each with one of the third: each value of that comes with each of the others where
+    these are enough.
+    """
+    thirds, seconds = list(third), list(second)
+    return [(a, b, thirds[(i + j) % len(thirds)]) for i, a in enumerate(first) for j, b in enumerate(seconds)]
 
 
 def part_way(found: Frontier, fraction: float) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import in_turn
 from torch import nn
 
 from rkgb.blocks.simplify import D_to_S
@@ -118,8 +119,7 @@ def graph_at(program: B_graph | None, model: nn.Module, n: int, s: S_graph) -> S
     return None if d is None else resized(s, skeleton(s), d)
 
 
-@pytest.mark.parametrize("traced_at", [10, 12])
-@pytest.mark.parametrize("name", [*SERVED, *OTHERS])
+@pytest.mark.parametrize(("name", "traced_at"), in_turn([*SERVED, *OTHERS], [12, 10]))
 def test_a_program_of_any_size_gives_the_graph_of_each_size_or_none(name: str, traced_at: int) -> None:
     """Where Python does otherwise with a size than pass it on to operations, each size is traced."""
     model = Program((SERVED | OTHERS)[name])

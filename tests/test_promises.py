@@ -32,9 +32,13 @@ def planner_of(name: str) -> Planner:
 
 @pytest.mark.parametrize("name", [*(c.name for c in ZOO), NARROW])
 def test_each_point_of_the_frontier_can_be_planned(name: str) -> None:
+    """And a plan takes no less time than is proven."""
     planner = planner_of(name)
     for budget, overhead in planner.frontier().points:
         assert planner.solve(budget).overhead <= overhead, budget
+    plan = planner.plan(planner.frontier().min_budget)
+    assert plan.lower_bound is not None
+    assert plan.problem.eager_time <= plan.lower_bound <= walk(plan.problem, plan.schedule).time
 
 
 @pytest.mark.parametrize("name", ["mlp", NARROW])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import randn
+from models import pairs, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,9 +46,7 @@ class Joins(nn.Module):
         return self.join(first, y), y.select(0, 0)
 
 
-@pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
-@pytest.mark.parametrize("of_parameter", [True, False], ids=["parameter", "input"])
-@pytest.mark.parametrize("join", JOINED)
+@pytest.mark.parametrize(("join", "of_parameter", "again"), pairs(JOINED, [True, False], [True, False]))
 def test_the_peak_is_the_predicted_one(join: str, of_parameter: bool, again: bool) -> None:
     model = Joins(JOINED[join], of_parameter, again)
     x = randn(8, 8, 8, seed=0, requires_grad=not of_parameter)
@@ -109,9 +107,7 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("behind", [True, False], ids=["a layer behind", "returned"])
-@pytest.mark.parametrize("of_loss", LOSSES)
-@pytest.mark.parametrize("way", HANDED_ON)
+@pytest.mark.parametrize(("way", "of_loss", "behind"), pairs(HANDED_ON, LOSSES, [True, False]))
 def test_nothing_is_added_in_place_to_a_view_that_is_handed_on(way: str, of_loss: str, behind: bool) -> None:
     """The gradient that ``sub`` and ``add`` hand on is the one that they get."""
     torch.manual_seed(0)

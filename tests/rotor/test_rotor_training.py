@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import in_turn
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -120,21 +121,20 @@ def test_equal_to_eager_within_the_limit(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is None for p in model.parameters())
     recomputed = set()
-    for share in (0.8, 0.6, 0.5):
+    for share, algo in ((0.8, "persistent"), (0.6, "rotor"), (0.5, "persistent")):
         limit = int(parameters + share * (full - parameters))
-        for algo in ("persistent", "rotor"):
-            try:
-                chk.compute_sequence(limit, algo=algo)
-            except rotor.InfeasibleBudgetError:
-                continue
-            eager = copy.deepcopy(plain)
-            for m in (model, eager):
-                m.load_state_dict(before)
-            assert_same(train(chk, model, x), train(eager, eager, x))
-            measured = measure_peak(lambda: step(chk, x))
-            assert measured <= limit
-            assert measured <= chk.get_expected_memory() + 64  # the loss's own numbers
-            recomputed |= {type(op).__name__ for op in chk.sequence}
+        try:
+            chk.compute_sequence(limit, algo=algo)
+        except rotor.InfeasibleBudgetError:
+            continue
+        eager = copy.deepcopy(plain)
+        for m in (model, eager):
+            m.load_state_dict(before)
+        assert_same(train(chk, model, x), train(eager, eager, x))
+        measured = measure_peak(lambda: step(chk, x))
+        assert measured <= limit
+        assert measured <= chk.get_expected_memory() + 64  # the loss's own numbers
+        recomputed |= {type(op).__name__ for op in chk.sequence}
     assert {"Fe", "Fck", "B", "Loss"} <= recomputed
 
 
@@ -327,8 +327,7 @@ def test_autograd_grad_retained_graphs_and_tied_weights() -> None:
     assert_same(list(torch.autograd.grad(a, wanted[1:])), list(torch.autograd.grad(b, wanted[1:])))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("names", ["own", "tied", "of another"])
+@pytest.mark.parametrize(("names", "transposed"), in_turn(["own", "tied", "of another"], [True, False]))
 def test_gradients_of_a_shared_weight_are_added_up_within_the_limit(names: str, transposed: bool) -> None:
     """Autograd holds the first, and adds the second one in the memory of a third."""
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Case, outputs_of, square_loss
+from models import Case, outputs_of, part_way, square_loss
 from torch import nn
 
 from rkgb.sample import call_of
-from rockmate import Attachment, InfeasibleBudgetError, Rockmate, attach, measure_peak
+from rockmate import Attachment, Rockmate, attach, measure_peak
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.plan import Plan
 from rockmate.planning.prepare import make_planner
-from solvers import all_baselines, walk
+from solvers import Frontier, Problem, all_baselines, walk
 
 Train = Callable[[nn.Module, nn.Module], Iterable[Any]]
 """``train(model, call)``: runs steps, ``call`` in the place of ``model``, and yields what must be equal."""
@@ -29,20 +29,24 @@ def tight_budget(model: nn.Module, args: Any, kwargs: dict[str, Any] | None = No
     where these are the same, as for a single block, between the least that can be planned and that.
     """
     planner = make_planner(copy.deepcopy(model), call_of(args, kwargs), PlanOptions("flops"))
-    peaks = [walk(planner.problem, schedule).peak for schedule in all_baselines(planner.problem).values()]
-    least = planner.reserved + min(peaks) if min(peaks) < max(peaks) else planner.frontier().min_budget
-    return least + round(fraction * (planner.reserved + max(peaks) - least))
+    return _between(planner.problem, planner.reserved, fraction, planner.frontier)
+
+
+def _between(problem: Problem, reserved: int, fraction: float, frontier: Callable[[], Frontier]) -> int:
+    peaks = [walk(problem, schedule).peak for schedule in all_baselines(problem).values()]
+    least = reserved + min(peaks) if min(peaks) < max(peaks) else frontier().min_budget
+    return least + round(fraction * (reserved + max(peaks) - least))
 
 
 def under_budget(model: nn.Module, *args: Any, fraction: float = 0.3, **kwargs: Any) -> Rockmate:
-    """``model`` under a budget with which something runs again."""
-    try:
-        rk = Rockmate(model, args, tight_budget(model, args, kwargs, fraction), sample_kwargs=kwargs, costs="flops")
-    except InfeasibleBudgetError:
-        rk = Rockmate(model, args, "100%", sample_kwargs=kwargs, costs="flops")
-    if not isinstance(rk.plan, Plan):  # followed: what is drawn is kept, so that less can be saved
-        found = rk.frontier()
-        rk.budget = found.min_budget + round(fraction * (found.max_budget - found.min_budget))
+    """``model`` under a budget with which something runs again: that of ``tight_budget``."""
+    rk = Rockmate(model, args, "100%", sample_kwargs=kwargs, costs="flops")
+    if isinstance(rk.plan, Plan):
+        problem = rk.plan.problem
+        reserved = rk.budget - walk(problem, rk.plan.schedule).peak
+        rk.budget = _between(problem, reserved, fraction, rk.frontier)
+    else:  # followed: what is drawn is kept, so that less can be saved
+        rk.budget = part_way(rk.frontier(), fraction)
     assert rk.plan.recomputed > 0, "the budget forces nothing"
     return rk
 

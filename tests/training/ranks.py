@@ -31,7 +31,7 @@ RANKS = 2
 IDS = (4, 16)
 
 
-def start(rank: int, module: str, works: tuple[str, ...], folder: str) -> None:
+def start(rank: int, module: str, works: list[str], folder: str) -> None:
     """The program of one process: the functions ``works`` of ``module``, one after the other."""
     import torch._dynamo
 

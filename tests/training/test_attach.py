@@ -129,12 +129,6 @@ def trains_as_eager(
 # ------------------------------------------------------------------------------------- what forward does beside
 
 
-def test_a_plain_loop() -> None:
-    handle = trains_as_eager(Net)
-    assert handle.plan is not None
-    assert handle.plan.predicted_peak <= handle.budget
-
-
 def test_within_the_budget_at_every_step() -> None:
     model, eager = made(Net), made(Net)
 
@@ -357,19 +351,6 @@ def test_the_same_tensor_twice() -> None:
     trains_as_eager(Two, train)
 
 
-def test_attention_of_a_tensor_to_itself() -> None:
-    class Attention(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            y = self.body(x)[None]
-            return self.head(self.attention(y, y, y, need_weights=False)[0])
-
-    trains_as_eager(Attention)
-
-
 # ----------------------------------------------------------------------------------------------- hooks
 
 
@@ -447,21 +428,6 @@ def test_hooks_of_the_model_itself() -> None:
 
 
 # ----------------------------------------------------------------------------------- ways to call a model
-
-
-def test_methods_that_call_the_module() -> None:
-    class Lightninglike(Net):
-        def training_step(self, x: torch.Tensor) -> torch.Tensor:
-            """The loss of a batch."""
-            return self(x).square().mean()
-
-    def train(model: Any) -> Iterator[Any]:
-        for x in BATCHES:
-            loss = model.training_step(x)
-            loss.backward()
-            yield loss.detach()
-
-    trains_as_eager(Lightninglike, train)
 
 
 def test_eval_with_gradients_is_planned() -> None:
@@ -569,56 +535,6 @@ def test_shallow_copies_of_modules_with_a_state_of_their_own_run_themselves(
     assert set(vars(part)) == before
 
 
-def test_frozen_and_released_in_mid_training() -> None:
-    def train(model: Any) -> Iterator[Any]:
-        yield from plain(model)
-        for p in model.blocks[0].parameters():
-            p.requires_grad_(False)
-            p.grad = None
-        yield from plain(model)
-        for p in model.blocks[0].parameters():
-            p.requires_grad_(True)
-        yield from plain(model)
-
-    trains_as_eager(Net, train)
-
-
-def test_tied_weights() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(50, 32)
-            self.net = Net()
-            self.head = nn.Linear(32, 50, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.head(self.net.body(self.embedding(ids)))
-
-    def train(model: Any) -> Iterator[Any]:
-        optimizer = torch.optim.AdamW(model.parameters())
-        for k in range(4):
-            ids = tokens(16, 16, high=50, seed=k)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-            loss.backward()
-            optimizer.step()
-            yield loss.detach()
-
-    trains_as_eager(Tied, train)
-
-
-def test_several_lengths() -> None:
-    def train(model: Any) -> Iterator[Any]:
-        for k, size in enumerate((256, 192, 320, 256, 128)):
-            loss = model(randn(size, 32, seed=k)).square().mean()
-            loss.backward()
-            yield loss.detach()
-
-    handle = trains_as_eager(Net, train)
-    assert len(handle.plans) >= 4
-
-
 def test_autocast_and_accumulation() -> None:
     def train(model: Any) -> Iterator[Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -634,20 +550,6 @@ def test_autocast_and_accumulation() -> None:
     trains_as_eager(Net, train)
 
 
-def test_gradients_of_inputs_and_second_derivatives() -> None:
-    def train(model: Any) -> Iterator[Any]:
-        x = X.clone().requires_grad_()
-        y = model(x).square().sum()
-        (g,) = torch.autograd.grad(y, x, create_graph=True)
-        loss = y + g.square().sum()
-        loss.backward()
-        yield loss.detach()
-        yield g.detach()
-        yield x.grad
-
-    trains_as_eager(Net, train, fraction=0.2)
-
-
 def test_checkpoints_inside_draw_the_same_masks() -> None:
     class Checkpointed(Net):
         def body(self, x: torch.Tensor) -> torch.Tensor:
@@ -656,37 +558,6 @@ def test_checkpoints_inside_draw_the_same_masks() -> None:
             return x
 
     trains_as_eager(Checkpointed, fraction=0.9)
-
-
-class Scaled(torch.autograd.Function):
-    """x * weight * scale, whose backward is written out."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
-        """Saves both."""
-        ctx.save_for_backward(x, weight)
-        ctx.scale = scale
-        return x * weight * scale
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Of x and of weight."""
-        x, weight = ctx.saved_tensors
-        return gradients[0] * weight * ctx.scale, (gradients[0] * x * ctx.scale).sum(0), None
-
-
-def test_a_function_with_a_backward_of_its_own() -> None:
-    class Functional(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(32))
-
-        def body(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = Scaled.apply(torch.tanh(block(x)), self.gain, 1.5)  # type: ignore[no-untyped-call]
-            return x
-
-    trains_as_eager(Functional)
 
 
 def test_eleven_lambdas() -> None:
@@ -756,14 +627,6 @@ def test_a_teacher_that_starts_as_its_student(way: str) -> None:
             return self.student(x) - target + 0.1 * self.student(2 * x)
 
     trains_as_eager(Taught)
-
-
-def test_masks_of_changing_sizes() -> None:
-    class Masked(Net):
-        def forward(self, x: torch.Tensor) -> Any:
-            return super().forward(x[x[:, 0] > 0])
-
-    trains_as_eager(Masked)
 
 
 def test_a_function_that_returns_a_view() -> None:
@@ -1018,27 +881,6 @@ def test_the_model_goes_when_it_is_dropped() -> None:
 
     gc.collect()
     assert gone() is None
-
-
-def test_two_models_at_once() -> None:
-    def train(models: Any) -> Iterator[Any]:
-        a, b = models[0], models[1]
-        for x in BATCHES:
-            loss = b(a.body(x)).mean() + a(x).square().mean()
-            loss.backward()
-            yield loss.detach()
-
-    make = lambda: nn.ModuleList([Net(), Net()])  # noqa: E731
-    eager, ours = made(make), made(make)
-    for part in ours:
-        attach(part, TIGHT, costs="flops", on_infeasible="least")
-    results = []
-    for models in (eager, ours):
-        torch.manual_seed(5)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BudgetWarning)
-            results.append([*train(models), *snapshot(models)])
-    assert_same(results[1], results[0])
 
 
 def test_the_backend_of_torch_compile() -> None:

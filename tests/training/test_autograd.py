@@ -84,27 +84,6 @@ def test_hooks_of_tensors_and_parameters() -> None:
     assert_trains_as_eager(eager, rk, train)
 
 
-def test_the_optimizer_steps_in_the_backward() -> None:
-    """Parameters change while the backward still runs; gradients are freed at once, which the budget then allows."""
-    c = case("gpt")
-    eager, rk = planned(c)
-
-    def train(model: nn.Module, call: nn.Module) -> Any:
-        optimizers = {p: torch.optim.AdamW([p], foreach=False) for p in model.parameters()}
-
-        def update(p: torch.Tensor) -> None:
-            optimizers[p].step()
-            optimizers[p].zero_grad()
-
-        handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
-        for k in range(3):
-            yield from step(call, *c.call(k))
-        for handle in handles:
-            handle.remove()
-
-    assert_trains_as_eager(eager, rk, train)
-
-
 def test_anomaly_mode() -> None:
     c = case("gpt")
     eager, rk = planned(c)
@@ -159,22 +138,6 @@ def test_retain_graph() -> None:
         yield str(error.value)
 
     with pytest.warns(BudgetWarning, match=r"retain_graph"):
-        assert_trains_as_eager(eager, rk, train)
-
-
-def test_create_graph() -> None:
-    """The penalty of WGAN-GP: the norm of the gradient of the inputs is part of the loss."""
-    c = case("mlp")
-    eager, rk = planned(c)
-
-    def train(_: nn.Module, call: nn.Module) -> Any:
-        args, _ = c.call(1)
-        loss = square_loss(call(*args))
-        (g,) = torch.autograd.grad(loss, args, create_graph=True)
-        (loss + (g.norm(dim=1) - 1).square().mean()).backward()
-        yield args[0].grad
-
-    with pytest.warns(BudgetWarning, match="retain_graph"):
         assert_trains_as_eager(eager, rk, train)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from followed_steps import check_at_first, check_planned
-from models import randn
+from models import in_turn, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,8 +90,7 @@ class Parts(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4])
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(("name", "share"), in_turn(PARTS, [0.0, 0.4]))
 def test_what_a_backward_within_forward_reads_lives_as_long_as_planned(name: str, share: float) -> None:
     check_planned(lambda: Parts(name), X, share)
 

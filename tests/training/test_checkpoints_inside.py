@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_same, planned_by, snapshot
-from models import randn
+from against_eager import WAYS, assert_same, planned_by, snapshot
+from models import in_turn, pairs, randn
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
@@ -149,11 +149,9 @@ def trained(model: nn.Module) -> Iterator[Any]:
         yield model.count, list(model.seen), random.getstate()
 
 
-@pytest.mark.parametrize("way", ["attach", "Rockmate"])
-@pytest.mark.parametrize(("part", "options"), PLAIN.values(), ids=PLAIN)
-def test_safe_parts_are_planned_without(
-    part: Part, options: dict[str, Any], way: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("name", "way"), in_turn(PLAIN, WAYS))
+def test_safe_parts_are_planned_without(name: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    part, options = PLAIN[name]
     eager = Layers(part, **options)
     x = randn(128, WIDTH, seed=0).requires_grad_()
 
@@ -174,11 +172,9 @@ def test_safe_parts_are_planned_without(
     assert measure_peak(lambda: step(model), "cpu") <= budget
 
 
-@pytest.mark.parametrize("way", ["attach", "Rockmate"])
-@pytest.mark.parametrize(("part", "options"), AS_THEY_ARE.values(), ids=AS_THEY_ARE)
-def test_other_parts_stay_as_they_are(
-    part: Part, options: dict[str, Any], way: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("name", "way"), in_turn(AS_THEY_ARE, WAYS))
+def test_other_parts_stay_as_they_are(name: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    part, options = AS_THEY_ARE[name]
     eager = Layers(part, **options)
     with caplog.at_level(logging.INFO, "rockmate"):
         model, handle = planned_by(way, copy.deepcopy(eager), "100%", randn(128, WIDTH, seed=0).requires_grad_())
@@ -252,8 +248,7 @@ class LateBound(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("way", ["attach", "Rockmate"])
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(("breaks", "way"), in_turn([False, True], WAYS))
 def test_parts_that_read_what_changes_stay_as_they_are(
     breaks: bool, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -362,9 +357,7 @@ LATER = [
 ]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("way", LATER)
+@pytest.mark.parametrize(("way", "breaks", "reentrant"), pairs(LATER, [False, True], [False, True]))
 def test_parts_that_would_compute_otherwise_when_they_run_again(way: Any, breaks: bool, reentrant: bool) -> None:
     eager, x = Later(way, breaks, reentrant), randn(128, WIDTH, seed=0).requires_grad_()
     model = copy.deepcopy(eager)
@@ -389,7 +382,7 @@ class Packing(Layers):
         return light(self, 0, x)
 
 
-@pytest.mark.parametrize("way", ["attach", "Rockmate"])
+@pytest.mark.parametrize("way", WAYS)
 def test_parts_within_hooks_of_saved_tensors_stay_as_they_are(way: str) -> None:
     eager = Packing(light)
     model, _ = planned_by(way, copy.deepcopy(eager), "100%", randn(128, WIDTH, seed=0).requires_grad_())

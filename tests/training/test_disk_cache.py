@@ -507,8 +507,6 @@ def test_a_wrong_file_is_ignored_with_a_note_and_written_anew(
     assert (work.solved > 0) == (kind in ("*", "schedule"))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == kept
     assert rk.plan.predicted_peak <= budget
-    with nothing_done(work):
-        assert start(tmp_path, budget).plan.schedule == rk.plan.schedule
 
 
 def test_bytes_that_are_no_text(tmp_path: Path, budget: int, kept: dict[str, bytes], work: Work) -> None:

@@ -76,18 +76,19 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
-def test_masks_are_drawn_whole_or_made_again_of_their_bits(fraction: float, dtype: torch.dtype) -> None:
+def test_masks_are_drawn_whole_or_made_again_of_their_bits(dtype: torch.dtype) -> None:
     model, x = with_gradients(Layers().to(dtype)), randn(256, 64, seed=0).to(dtype)
-    found = frontier(model, x, costs="flops")
-    rk = Rockmate(model, x, part_way(found, fraction), costs="flops")
-    runs = Counter(step.node for step in rk.plan.schedule if isinstance(step, Run))
-    again = [runs[i + 1] > 1 for i, node in enumerate(rk.plan.problem.nodes) if node.name.startswith("bits")]
-    assert any(again) == (fraction < 1)
-    assert drawn(rk._last.program) == [torch.int8 if bits else dtype for bits in again]  # type: ignore[union-attr]
-    assert (rk.plan.recomputed > 0) == (fraction < 1)
-    assert_as_eager(model, rk, x)
-    assert measure_peak(lambda: step(rk, (x,))) <= rk.budget
+    rk = Rockmate(model, x, "100%", costs="flops")
+    found = rk.frontier()
+    for fraction in (0.0, 0.3, 1.0):
+        rk.budget = part_way(found, fraction)
+        runs = Counter(s.node for s in rk.plan.schedule if isinstance(s, Run))
+        again = [runs[i + 1] > 1 for i, node in enumerate(rk.plan.problem.nodes) if node.name.startswith("bits")]
+        assert any(again) == (fraction < 1)
+        assert drawn(rk._last.program) == [torch.int8 if bits else dtype for bits in again]  # type: ignore[union-attr]
+        assert (rk.plan.recomputed > 0) == (fraction < 1)
+        assert_as_eager(model, rk, x)
+        assert measure_peak(lambda: step(rk, (x,))) <= rk.budget
 
 
 def test_masks_that_were_drawn_whole_go_when_they_are_dropped() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, tight_budget
-from models import case, square_loss
+from models import case, in_turn, square_loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,11 +49,12 @@ def states() -> list[CallState]:
     return [o for o in gc.get_objects() if type(o) is CallState]
 
 
-ERRORS = pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+ERRORS = [torch.OutOfMemoryError, KeyboardInterrupt]
 
 
-@ERRORS
-@pytest.mark.parametrize("place", ["forward", "backward", "rerun"])
+@pytest.mark.parametrize(
+    ("place", "error"), [*in_turn(["forward", "backward", "rerun"], ERRORS), ("backward", ERRORS[0])]
+)
 def test_a_kernel_raises_while_training(place: str, error: type[BaseException]) -> None:
     c = case("gpt")
     eager, rk = planned(c)
@@ -143,11 +144,11 @@ PHASES = [
 ]
 
 
-@ERRORS
-@pytest.mark.parametrize(("owner", "name"), PHASES, ids=[name for _, name in PHASES])
+@pytest.mark.parametrize(("phase", "error"), in_turn(PHASES, ERRORS))
 def test_planning_is_interrupted(
-    owner: Any, name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    phase: tuple[Any, str], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    owner, name = phase
     c = case("dropout_mlp")
     model, eager = c.model(), c.model()
     args, _ = c.call(0)
@@ -318,8 +319,7 @@ class Refuses(Parts):
         return x
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("apart", "trained"), [(False, True), (True, False)])
 def test_of_a_call_that_fails_no_tensor_stays(apart: bool, trained: bool) -> None:
     """Nor those without memory, with which TorchDynamo computes."""
     model, x, wrong = Refuses(apart), torch.randn(256, 32), torch.randn(7, 32)

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import randn
+from against_eager import WAYS
+from models import in_turn, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -338,8 +339,7 @@ def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
         assert same, f"item {k} differs"
 
 
-@pytest.mark.parametrize("door", ["attach", "Rockmate"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "door"), in_turn(MODELS, WAYS))
 def test_trains_as_eager(kind: type[nn.Module], door: str) -> None:
     eager = made(kind)
     expected = list(train(eager, eager))
@@ -349,8 +349,7 @@ def test_trains_as_eager(kind: type[nn.Module], door: str) -> None:
     assert handle.plan is not None
 
 
-@pytest.mark.parametrize("door", ["attach", "Rockmate"])
-@pytest.mark.parametrize("kind", AT_60)
+@pytest.mark.parametrize(("kind", "door"), in_turn(AT_60, WAYS))
 def test_six_tenths_of_the_memory(kind: type[nn.Module], door: str) -> None:
     """The measured peak is the predicted one, within the budget."""
     model = made(kind)

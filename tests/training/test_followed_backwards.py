@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_same, planned_by, snapshot
-from models import randn
+from against_eager import WAYS, assert_same, planned_by, snapshot
+from models import in_turn, pairs, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -72,20 +72,17 @@ def trained(model: nn.Module, losses: list[Loss]) -> Iterator[Any]:
         yield from snapshot(model)
 
 
-@pytest.mark.parametrize("way", ["attach", "Rockmate"])
-@pytest.mark.parametrize("budget", ["70%", "100%"])
-@pytest.mark.parametrize(
-    "losses",
-    [
-        [first] * 3 + [second, both, first],
-        [both] * 3 + [first, second, neither, both],
-        [second] * 3 + [neither, first, both],
-        [first, second, both, neither] * 2,
-    ],
-    ids=["the first", "both", "the second", "each in turn"],
-)
-def test_losses_that_read_other_outputs(losses: list[Loss], budget: str, way: str) -> None:
-    eager = Branches()
+LOSSES = {
+    "the first": [first] * 3 + [second, both, first],
+    "both": [both] * 3 + [first, second, neither, both],
+    "the second": [second] * 3 + [neither, first, both],
+    "each in turn": [first, second, both, neither] * 2,
+}
+
+
+@pytest.mark.parametrize(("name", "budget", "way"), pairs(LOSSES, ["70%", "100%"], WAYS))
+def test_losses_that_read_other_outputs(name: str, budget: str, way: str) -> None:
+    losses, eager = LOSSES[name], Branches()
     model, handle = planned_by(way, copy.deepcopy(eager), budget, randn(256, WIDTH, seed=0))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=BudgetWarning)
@@ -230,8 +227,7 @@ class Normalised(nn.Module):
         return self.last(self.layers(x))
 
 
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("share", ["50%", "70%", "80%", "100%"])
+@pytest.mark.parametrize(("share", "count"), [*in_turn(["50%", "70%", "80%", "100%"], [1, 4]), ("70%", 1), ("50%", 4)])
 def test_what_one_node_of_autograd_asks_for_in_turn_is_there_at_once(count: int, share: str) -> None:
     torch.manual_seed(0)
     model, x = Normalised(count), randn(64, 48, seed=0)

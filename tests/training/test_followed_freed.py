@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from followed_steps import Steps, check_planned
-from models import randn
+from models import pairs, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -84,9 +84,9 @@ class LetsGo(Steps):
         self.loss.backward()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("steps", [Cast, CastTwice, CastForward])
+@pytest.mark.parametrize(
+    ("steps", "share", "apart"), pairs([Cast, CastTwice, CastForward], [0.0, 0.2, 0.5], [False, True])
+)
 def test_what_autocast_has_cast_is_planned_to_be_there_where_it_is_read(
     steps: type[Steps], apart: bool, share: float
 ) -> None:

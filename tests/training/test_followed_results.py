@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from followed_steps import check_at_first, check_planned
-from models import randn
+from models import in_turn, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -113,8 +113,7 @@ class Twice(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "share"), in_turn(OPERATIONS, [0.0, 0.4]))
 def test_a_result_that_is_written_into_is_made_again_with_its_writes(name: str, share: float) -> None:
     check_planned(lambda: Twice(name), X, share)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_same, snapshot
-from models import randn
+from models import in_turn, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -94,10 +94,12 @@ GIVES: dict[str, Give] = {
     "copied": lambda code: code.data.copy_(0.9 * code),
     "multiplied": lambda code: code.data.mul_(0.9),
 }
+TRAINED = [give for give in GIVES if give != "set_"]
 CASES = [
-    *((which, "a view", give) for which in ("code", "inner", "frozen", "held") for give in GIVES),
-    *(("code", read, give) for read in READS if read != "a view" for give in GIVES),
-    *(("trained", read, give) for read in READS for give in GIVES if give != "set_"),
+    *(("code", "a view", give) for give in GIVES),
+    *((which, "a view", give) for give, which in in_turn(GIVES, ("inner", "frozen", "held"))),
+    *(("code", read, give) for give, read in in_turn(GIVES, [read for read in READS if read != "a view"])),
+    *(("trained", read, give) for give, read in (*in_turn(TRAINED, [*READS]), *in_turn(TRAINED, [*READS][::-1]))),
 ]
 
 
@@ -192,8 +194,9 @@ def _read(model: Several, x: torch.Tensor) -> torch.Tensor:
     return _scaled(model, x) * (1 + x.mean().item())
 
 
-@pytest.mark.parametrize("budget", ["75%", "60%"])
-@pytest.mark.parametrize("within", [_scaled, _binarized, _normed, _buffered, _rounded, _read])
+@pytest.mark.parametrize(
+    ("within", "budget"), in_turn([_scaled, _binarized, _normed, _buffered, _rounded, _read], ["60%", "75%"])
+)
 def test_memory_that_is_given_again_and_again(within: Any, budget: str) -> None:
     torch.manual_seed(0)
     eager = Several(within)

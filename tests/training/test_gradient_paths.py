@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Turned
+from models import Turned, in_turn
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -110,11 +110,11 @@ def trained(way: str, how: str, sizes: tuple[int, ...]) -> Iterator[list[torch.T
 
 
 @pytest.mark.filterwarnings("ignore::rockmate.BudgetWarning")
-@pytest.mark.parametrize("sizes", [(64,), (64, 40)], ids=["one size", "two sizes"])
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_those_of_now(way: str, sizes: tuple[int, ...]) -> None:
-    expected = list(trained(way, "eager", sizes))
-    for how in ("attached", "in parts"):
+@pytest.mark.parametrize(("way", "hows"), in_turn(WAYS, [("attached", "in parts"), ("in parts", "attached")]))
+def test_gradients_are_those_of_now(way: str, hows: tuple[str, str]) -> None:
+    """At one size in the first of ``hows``, at two in the other."""
+    for how, sizes in zip(hows, ((64,), (64, 40)), strict=True):
+        expected = list(trained(way, "eager", sizes))
         for step, (found, grads) in enumerate(zip(trained(way, how, sizes), expected, strict=True)):
             assert len(found) == len(grads)
             for mine, their in zip(found, grads, strict=True):

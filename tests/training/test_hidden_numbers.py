@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from against_eager import assert_same, snapshot
-from models import randn
+from models import in_turn, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -221,10 +221,9 @@ OF_PYTHON: dict[str, Callable[[int, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("number", OF_PYTHON.values(), ids=OF_PYTHON)
-@pytest.mark.parametrize("sampled", [False, True])
-def test_python_and_numpy_compute_with_numbers_as_in_eager_mode(number: Callable[..., Any], sampled: bool) -> None:
-    model = Varied(lambda step, x: x * number(step, x) * 0.5)
+@pytest.mark.parametrize(("name", "sampled"), in_turn(OF_PYTHON, [False, True]))
+def test_python_and_numpy_compute_with_numbers_as_in_eager_mode(name: str, sampled: bool) -> None:
+    model = Varied(lambda step, x: x * OF_PYTHON[name](step, x) * 0.5)
     eager, calls = copy.deepcopy(model), [(randn(64, 16, seed=k),) for k in range(6)]
     sample = calls[0] if sampled else None
     attach(model, "90%", sample=sample, costs="flops", cache=False, on_infeasible="least")
@@ -425,22 +424,21 @@ class Annealed(nn.Module):
         return x.mean() + self.apply_function(x, self.step).sin().sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+GIVEN: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], int]] = {
+    "given": (lambda x, step: Reversed.apply(x, min(1, 0.011 * step)), 2),
+    "given twice": (lambda x, step: Reversed.apply(Reversed.apply(x, 0.011 * step), 1 / (1 + step)), 2),
+    "computed inside": (lambda x, step: FactorOfStep.apply(step, x), 2),
+    "an exponent, too": (lambda x, step: FactorTwice.apply(x, min(0.5, 0.1 * step)), 6),  # it stays that of pow
+}
+
+
 @pytest.mark.parametrize(
-    ("apply", "plans"),
-    [
-        (lambda x, step: Reversed.apply(x, min(1, 0.011 * step)), 2),
-        (lambda x, step: Reversed.apply(Reversed.apply(x, 0.011 * step), 1 / (1 + step)), 2),
-        (lambda x, step: FactorOfStep.apply(step, x), 2),
-        (lambda x, step: FactorTwice.apply(x, min(0.5, 0.1 * step)), 6),  # a number stays the exponent of pow
-    ],
-    ids=["given", "given twice", "computed inside", "an exponent, too"],
+    ("name", "dtype"), [*in_turn(GIVEN, [torch.bfloat16]), *in_turn(GIVEN, [torch.float32, torch.float64])]
 )
-def test_a_number_that_a_function_of_autograd_is_given_asks_for_no_other_plan(
-    apply: Callable[[torch.Tensor, int], torch.Tensor], plans: int, dtype: torch.dtype
-) -> None:
+def test_a_number_that_a_function_of_autograd_is_given_asks_for_no_other_plan(name: str, dtype: torch.dtype) -> None:
     """The first call has it as a constant, the second as an input."""
     torch.manual_seed(0)
+    apply, plans = GIVEN[name]
     eager = Annealed(apply).to(dtype)
     model, x = copy.deepcopy(eager), torch.randn(60, 16, dtype=dtype)
     handle = attach(model, "75%", costs="flops")

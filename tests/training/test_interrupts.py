@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_trains_as_eager, planned, step, tight_budget
-from models import case
+from models import case, in_turn
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -86,17 +86,17 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[type[BaseException]]:
 LOSSES = (in_a_finalizer, in_a_callback_of_a_weak_reference, in_a_callback_of_the_collector)
 
 
-@pytest.mark.parametrize("losing", LOSSES)
-@pytest.mark.parametrize(
-    ("owner", "name"), [(rkgb.pipeline, "D_to_S"), (ChainPlanner, "solve"), (Capture, "run"), (Attachment, "_run")]
-)
+PLACES = [(rkgb.pipeline, "D_to_S"), (ChainPlanner, "solve"), (Capture, "run"), (Attachment, "_run")]
+
+
+@pytest.mark.parametrize(("place", "losing"), in_turn(PLACES, LOSSES))
 def test_an_interrupt_that_python_drops(
-    losing: Callable[[], None], owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    place: tuple[Any, str], losing: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = case("dropout_mlp")
     model, eager, args = c.model(), c.model(), c.call(0)[0]
     budget = tight_budget(model, args)
-    after(monkeypatch, owner, name, losing)
+    after(monkeypatch, *place, losing)
     dropped = lost(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         Rockmate(model, args, budget, costs="flops")

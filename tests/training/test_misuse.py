@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_same, snapshot
-from models import randn
+from models import in_turn, randn
 from torch import nn
 
 from rockmate import (
@@ -187,15 +187,6 @@ def test_an_attached_model_that_is_compiled_runs_under_its_plan() -> None:
     assert handle.plan is not None
 
 
-def test_compiling_in_place_is_said_at_once() -> None:
-    """A script may never ask the handle."""
-    model = net()
-    handle = attach(model, "60%", costs="flops")
-    with pytest.warns(BudgetWarning, match="took the place of the plan"):
-        model.compile(backend="eager")
-    assert handle.plan is None
-
-
 @pytest.mark.parametrize("when", ["before", "after", "after it was planned"])
 def test_a_part_of_an_attached_model_that_is_attached_too(when: str) -> None:
     class Whole(nn.Sequential):  # a name for each case, since a text is said once
@@ -281,8 +272,7 @@ def renamed(name: str) -> Features:
     return type(f"Features, {name}", (Features,), {})()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("what", PAST_THE_PLAN)
-@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize(("what", "planned"), in_turn(PAST_THE_PLAN, [False, True]))
 def test_layers_that_run_past_the_plan_are_said_once(what: str, planned: bool) -> None:
     model = renamed(f"{what}, {planned}")
     attach(model, "80%", costs="flops")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, under_budget
-from models import SEVERAL, case, part_way, randn, square_loss
+from models import SEVERAL, case, in_turn, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -163,8 +163,7 @@ def test_batch_norm_with_a_counter_and_no_averages() -> None:
     assert rk.plans_made == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["gpt", "tied", "dropout_mlp"])
+@pytest.mark.parametrize(("name", "dtype"), in_turn(["gpt", "tied", "dropout_mlp"], [torch.bfloat16, torch.float16]))
 def test_autocast(name: str, dtype: torch.dtype) -> None:
     c = case(name)
     eager = c.model()

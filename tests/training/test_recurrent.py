@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_same, snapshot
-from models import randn
+from models import in_turn, randn
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -95,16 +95,14 @@ def trains_as_eager(eager: nn.Module, x: torch.Tensor, share: float) -> Attachme
     return handle
 
 
-@pytest.mark.parametrize("way", ["counts", "packed"])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "way"), in_turn(LAYERS, ["counts", "packed"]))
 def test_a_followed_layer_trains_as_eager(kind: type[nn.Module], way: str) -> None:
     torch.manual_seed(0)
     handle = trains_as_eager(Sequence(kind, way), randn(4, 12, 24, seed=0), 0.92)
     assert handle.reason and handle.plan is not None and handle.plan.recomputed
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "autocast"), in_turn(LAYERS, [True, False]))
 def test_one_capture_serves_all_lengths(kind: type[nn.Module], autocast: bool) -> None:
     """The first one is of its length, the second one of any."""
     torch.manual_seed(0)
@@ -316,8 +314,7 @@ class Narrow(nn.Module):
         return nn.functional.gelu(self.last(self.layer(self.first(x))[0]))
 
 
-@pytest.mark.parametrize("way", ["attach", "Rockmate"])
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
+@pytest.mark.parametrize(("kind", "way"), in_turn([nn.RNN, nn.GRU], ["attach", "Rockmate"]))
 def test_a_layer_that_runs_again_after_the_autocast_casts_its_weights_once(kind: type[nn.Module], way: str) -> None:
     """Autocast casts within the operation: where it ran again, each step saved copies that no plan counted."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import assert_same, snapshot
-from models import randn
+from models import in_turn, randn
 from torch import nn
 
 from rockmate import Rockmate, attach, attached, measure_peak
@@ -99,8 +99,7 @@ def first(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return outputs[0]
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
-@pytest.mark.parametrize("part", [*SPOILT, unspoilt, detached])
+@pytest.mark.parametrize(("part", "several"), in_turn([*SPOILT, unspoilt, detached], [False, True]))
 def test_where_the_loss_leaves_it_out_the_rest_is_planned(part: Any, several: bool) -> None:
     model = Two(part, several)
     eager, x = copy.deepcopy(model), randn(128, WIDTH, seed=9)
@@ -119,8 +118,7 @@ def test_where_the_loss_leaves_it_out_the_rest_is_planned(part: Any, several: bo
     assert measure_peak(lambda: step(model), "cpu") <= handle.budget
 
 
-@pytest.mark.parametrize("read", [lambda y: y[1], lambda y: y[0] + y[1].sum()], ids=["alone", "both"])
-@pytest.mark.parametrize("part", SPOILT)
+@pytest.mark.parametrize(("part", "read"), in_turn(SPOILT, [lambda y: y[1], lambda y: y[0] + y[1].sum()]))
 def test_where_the_loss_reads_it_the_backward_raises_the_error(part: Any, read: Any) -> None:
     model = Two(part, False)
     eager = copy.deepcopy(model)
@@ -135,8 +133,7 @@ def test_where_the_loss_reads_it_the_backward_raises_the_error(part: Any, read: 
     assert attached(model) is not None
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
-@pytest.mark.parametrize("part", SPOILT)
+@pytest.mark.parametrize(("part", "several"), in_turn(SPOILT, [True, False]))
 def test_a_rockmate_plans_the_rest(part: Any, several: bool) -> None:
     model, x = Two(part, several), randn(128, WIDTH, seed=1)
     eager = copy.deepcopy(model)

@@ -1183,11 +1183,10 @@ class Dropping(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("layers", [6, 9])
-def test_ways_that_were_not_seen_are_within_the_budget(layers: int) -> None:
+def test_ways_that_were_not_seen_are_within_the_budget() -> None:
     """What is made again on the way to something else is not held where that would exceed it."""
     torch.manual_seed(0)
-    eager, x, y = Dropping(layers), randn(512, 64, seed=0), torch.randint(300, (512,))
+    eager, x, y = Dropping(9), randn(512, 64, seed=0), torch.randint(300, (512,))
     model = copy.deepcopy(eager)
 
     def step(m: nn.Module, seed: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import assert_trains_as_eager, step
-from models import part_way, randn, square_loss
+from models import in_turn, pairs, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -82,10 +82,10 @@ def test_the_loss_inside_costs_what_the_loss_alone_costs(fraction: float, keeps:
     torch.manual_seed(0)
     model, ids = Language(), tokens()
     alone = frontier(Alone(model, "loss"), (ids, ids), costs="flops")
-    found = frontier(model, (ids, ids), costs="flops")
+    rk = Rockmate(model, (ids, ids), "100%", costs="flops")
+    found = rk.frontier()
     assert (found.min_budget, found.max_budget) == (alone.min_budget, alone.max_budget)
-    budget = part_way(found, fraction) + (LOGITS if keeps else 0)
-    rk = Rockmate(model, (ids, ids), budget, costs="flops")
+    rk.budget = part_way(found, fraction) + (LOGITS if keeps else 0)
     assert rk.plan.recomputed > 0 or fraction == 1.0 or keeps
 
     def train() -> None:
@@ -261,17 +261,15 @@ OUTSIDE: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, Callable[[torch.
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-@pytest.mark.parametrize("holds", [False, True])
-@pytest.mark.parametrize("fraction", [0.0, 0.4])
+@pytest.mark.parametrize(("name", "holds", "fraction"), pairs(OUTSIDE, [False, True], [0.0, 0.4]))
 def test_a_loss_outside_is_planned_for_as_it_was_seen(name: str, holds: bool, fraction: float) -> None:
     """Within the budget in the first step, with room that suffices for all of these; predicted from the second on."""
     torch.manual_seed(0)
     make, x, loss = OUTSIDE[name]
     model = make()
     large = name in ("float64", "difference")  # more than the room before the first step
-    found = frontier(model, x, costs="flops")
-    rk = Rockmate(model, x, part_way(found, fraction) + large * 4 * LOGITS, costs="flops")
+    rk = Rockmate(model, x, "100%", costs="flops")
+    rk.budget = part_way(rk.frontier(), fraction) + large * 4 * LOGITS
     first = rk.plan
 
     def train() -> None:
@@ -499,8 +497,9 @@ def with_detached_outputs(result: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("loss", [of_one_head, with_a_gradient_that_stays, with_detached_outputs])
-@pytest.mark.parametrize("fraction", [0.2, 0.6])
+@pytest.mark.parametrize(
+    ("loss", "fraction"), in_turn([of_one_head, with_a_gradient_that_stays, with_detached_outputs], [0.2, 0.6])
+)
 def test_what_the_caller_keeps_counts(loss: Callable[[Any], torch.Tensor], fraction: float) -> None:
     """An unused output with its graph, a gradient of an output, the memory of outputs without their graph."""
     torch.manual_seed(0)

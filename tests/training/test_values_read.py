@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import WAYS, assert_same, planned_by, snapshot
-from models import randn
+from models import in_turn, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -109,8 +109,7 @@ def train(model: nn.Module, called: nn.Module, inputs: Iterable[tuple[torch.Tens
         yield [loss.detach(), *snapshot(model)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("use", BY_TENSOR)
+@pytest.mark.parametrize(("use", "way"), in_turn(BY_TENSOR, WAYS))
 def test_numbers_that_operations_read_from_tensors_are_planned_once(use: str, way: str) -> None:
     torch.manual_seed(0)
     model = Reads(BY_TENSOR[use])
@@ -134,8 +133,7 @@ SIZES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 """Operations whose results may have sizes that depend on values, but have not."""
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("use", SIZES)
+@pytest.mark.parametrize(("use", "way"), in_turn(SIZES, WAYS))
 def test_sizes_that_do_not_follow_from_values_take_no_memory(use: str, way: str) -> None:
     """What batch norm and dropout have changed before is not kept to be put back."""
     torch.manual_seed(0)

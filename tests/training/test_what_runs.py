@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import WAYS, assert_same, planned_by, snapshot
-from models import randn, square_loss
+from models import in_turn, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -69,8 +69,7 @@ class LeavesUnread(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("unread", UNREAD)
+@pytest.mark.parametrize(("unread", "way"), in_turn(UNREAD, WAYS))
 def test_where_nothing_runs_again_what_nobody_reads_takes_nothing(unread: str, way: str) -> None:
     """What runs is the program that was planned, not the one that was captured."""
     torch.manual_seed(0)

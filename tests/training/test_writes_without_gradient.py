@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import WAYS, assert_same, planned_by, snapshot
-from models import randn
+from models import in_turn, pairs, randn
 from torch import nn
 from torch.nn import functional as F
 
@@ -64,9 +64,9 @@ class Written(nn.Module):
         return x @ self.scale
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", ["input", "parameter", "result", "parameter twice"])
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    ("write", "place", "way"), pairs(WRITES, ["input", "parameter", "result", "parameter twice"], WAYS)
+)
 def test_it_is_written_once(write: str, place: str, way: str) -> None:
     def results(planned: bool) -> Iterator[Any]:
         torch.manual_seed(0)
@@ -127,8 +127,7 @@ VIEWS: dict[str, Callable[[WrittenView, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("write", VIEWS)
+@pytest.mark.parametrize(("write", "way"), in_turn(VIEWS, WAYS))
 def test_a_view_is_written_once(write: str, way: str) -> None:
     def results(planned: bool) -> Iterator[Any]:
         torch.manual_seed(0)
