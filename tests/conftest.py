@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import logging
@@ -15,14 +14,10 @@ import pytest
 
 import rkgb.warn
 import rockmate.calls.structure
-import rockmate.planning.finder
-import solvers.chain.chain
 import solvers.chain.costs
 from solvers.block.block import BlockView, Option
 from solvers.block.ilp import Grid, TimeLimit, view_options
-from solvers.chain.chain import SINGLES, ChainPlan, _Candidates
-from solvers.chain.costs import Options, SolvedViews
-from solvers.problem import Problem
+from solvers.chain.costs import SolvedViews
 
 # Else pytest gives this logger handlers of its own, and torch writes a protocol in JSON of all that it captures.
 logging.getLogger("torch.__trace").propagate = True
@@ -43,14 +38,12 @@ def _small_models_are_planned_as_large_ones(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 SOLVED: SolvedViews = {}
-PROVEN = ("promises", "disk_cache", "plans", "reports", "cli", "documents", "messages", "benchmarks")
-"""Tests that look at bounds, or show them; in others a plan has the one that is always there, and nothing is proven."""
 
 
 @pytest.fixture(autouse=True)
 def _blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The options of a block follow from its figures, and schedules from a problem. Tests that plan one model share
-    them, but for tests of solvers, and of searches whose time is limited.
+    """The options of a block follow from its figures. Tests that plan one model share them, but for tests of solvers,
+    and of searches whose time is limited.
     """
 
     def once(view: BlockView, grid: Grid, report: Callable[[float], None], limit: TimeLimit) -> tuple[Option, ...]:
@@ -63,26 +56,6 @@ def _blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
 
     if request.path.parent.name != "solvers":
         monkeypatch.setattr(solvers.chain.costs, "view_options", once)
-        monkeypatch.setattr(solvers.chain.chain, "_Candidates", CandidatesOnce)
-        if request.path.stem.removeprefix("test_") not in PROVEN:
-            monkeypatch.setattr(rockmate.planning.finder, "lower_bound", lambda problem, _: problem.eager_time)
-
-
-@functools.lru_cache(32)
-def _candidates(problem: Problem, options: tuple[tuple[int, tuple[Option, ...]], ...], slots: int) -> _Candidates:
-    return _Candidates(problem, dict(options), slots)
-
-
-class CandidatesOnce(_Candidates):
-    """Those of an earlier test, each walked once. Which of them are walked depends on this test alone."""
-
-    def __init__(self, problem: Problem, options: Options, slots: int) -> None:
-        make = _candidates if len(problem.blocks) <= SINGLES else _candidates.__wrapped__  # else tables are large
-        self.before = make(problem, tuple(options.items()), slots)
-        self.problem, self.options, self.points, self.walked = problem, options, self.before.points, {}
-
-    def at(self, k: int) -> ChainPlan:
-        return self.walked.setdefault(k, self.before.at(k))
 
 
 FILES = itertools.count(1)
