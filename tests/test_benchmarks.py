@@ -16,6 +16,7 @@ from programs import ROOT, load
 
 from rockmate.planning.finder import SCALARS
 
+COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
 Short = Callable[..., Any]
 
 
@@ -108,14 +109,18 @@ def test_losses(short: Short, tmp_path: Path) -> None:
     assert page.index("None.") < page.index("| tiny experts | held |")
 
 
-def test_overhead(short: Short) -> None:
-    """Where there is a compiler, of eager kernels and of compiled ones."""
-    compiles = bool(shutil.which("g++") or shutil.which("clang++"))
-    rows = short("overhead", "--short", *(["--compile", "--channels-last"] if compiles else []))
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--model", "GPT", "--compile", "--channels-last"), marks=COMPILER)],
+    ids=["demo", "compiled"],
+)
+def test_overhead(short: Short, options: tuple[str, ...]) -> None:
+    rows = short("overhead", "--short", *options)
     assert [row["percent"] for row in rows] == [100, 70]
     assert all(row["peak_within_budget"] and len(row["each"]) == 2 for row in rows)
     assert rows[1]["predicted"] > 0
-    assert all(("classes" in row["pieces"]) == (row["compiled"] is not None) == compiles for row in rows)
+    assert all(("classes" in row["pieces"]) == ("--compile" in options) for row in rows)
+    assert all((row["compiled"] is not None) == ("--compile" in options) for row in rows)
 
 
 def test_peers(short: Short, tmp_path: Path) -> None:
