@@ -38,6 +38,9 @@ MOST_WAYS = 128
 MOST_STEPS = 16
 """Steps of several calls that are known."""
 
+FEW = 4
+"""New steps of one call after which no others are expected in a new one."""
+
 
 class Steps:
     """The steps under one budget. See the file's text."""
@@ -147,7 +150,7 @@ class Steps:
         step, budget = self._expected((*(turn.key for turn in turns), key)), self.terms.budget
         if not isinstance(budget, int):
             return None, step
-        way = self._as_in_others(turns, ways, budget) if step is None else self._planned(step, turns, ways, budget)
+        way = self._as_in_others(turns, key, ways, budget) if step is None else self._planned(step, turns, ways, budget)
         if way is None and self.waiting():
             way = self._left(ways, budget, step)
         return way, step
@@ -189,10 +192,16 @@ class Steps:
         found = [step for form, step in self._known.items() if form.keys[: len(keys)] == keys]
         return max(found, key=lambda step: (len(step.form.keys), self._eager[step.form]), default=None)
 
-    def _as_in_others(self, turns: Sequence[Turn], own: Ways, budget: int) -> Way | None:
-        """The way for the call after ``turns``, of its ``own``, in a step that did not come before, as of other sizes.
-        Those are supposed to follow that followed in the largest step of the same models; None if there is none.
+    def _as_in_others(self, turns: Sequence[Turn], key: tuple[Hashable, int], own: Ways, budget: int) -> Way | None:
+        """The way for the call of this ``key`` after ``turns``, of its ``own``, in a step that did not come before, as
+        of other sizes. Those are supposed to follow that followed in the largest step of the same models; None where
+        no such step is known, or the last new ones had one call each.
         """
+        keys = (*(turn.key for turn in turns), key)
+        if any(known[: len(keys)] == keys for known in self._trained):
+            return None
+        if all(len(known) == 1 for known in self._trained[-FEW:]):
+            return None
         came = [*(turn.ways for turn in turns), own]
         owners = tuple(id(ways.owner) for ways in came)
         like = [form for form in self._known if len(form.keys) > 1 and form.owners[: len(owners)] == owners]

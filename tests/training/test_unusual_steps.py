@@ -171,7 +171,7 @@ def test_losses_by_turns_are_planned_for_when_each_came_twice() -> None:
 def test_another_mode_is_measured_though_the_budget_did_not_bind() -> None:
     model, x = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(512, 512), nn.ReLU()))), randn(8, 512, seed=0)
     gradients = sum(p.nbytes for p in model.parameters())
-    handle = attach(model, 12 * gradients, costs="flops", cache=False)
+    handle = attach(model, 40 * gradients, costs="flops", cache=False)
     for _ in range(2):
         model.zero_grad()
         train(model, x, 1)
