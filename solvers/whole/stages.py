@@ -69,6 +69,20 @@ class Staged:
     held: frozenset[int] = frozenset()
 
     @cached_property
+    def reads(self) -> tuple[frozenset[int], ...]:
+        """What each operation reads."""
+        return tuple(frozenset(op.reads) for op in self.operations)
+
+    @cached_property
+    def rises(self) -> dict[int, int]:
+        """For steps t that can delete several data, the bytes by which stage t+1 begins with more than step t takes
+        besides data.
+        """
+        several = [t for t in range(self.steps - 1) if len(self.reads[t] - self.held) > 1]
+        rises = {t: self.before[t + 1] - self.base[t] - self.operations[t].own for t in several}
+        return {t: rise for t, rise in rises.items() if rise > 0}
+
+    @cached_property
     def for_speed(self) -> frozenset[int]:
         """Operations that take less time than their readers may gain in all, if these run right after them."""
         gains = [0] * len(self.operations)
@@ -123,8 +137,9 @@ def staged_graph(problem: GraphProblem) -> Staged:
 def staged_step(problem: Problem) -> Staged:
     """A training step: forward nodes, the loss, then backwards, which run once. Nothing runs again before the loss.
 
-    The loss has room for the gradients that it leaves (``Problem.loss``), and each backward for those that the next one
-    begins with. In a problem where one has not, a deletion between them may set the peak, which the walker alone sees.
+    ``Staged.rises`` is empty where the loss has room for the gradients that it leaves, and each backward for those that
+    the next one begins with. Elsewhere a deletion between them may set the peak, which ``memory`` counts, and the
+    integer program of ``solvers.whole.relaxation`` does not.
     """
     first, backwards = len(problem.nodes) + 1, problem.backward_order()
 
@@ -235,7 +250,28 @@ def memory(staged: Staged, cells: Sequence[Cell]) -> npt.NDArray[np.int64]:
         if end >= 0 and d not in staged.held:
             change[end + 1] -= sizes[d]
     _add_generator_states(staged, cells, change)
-    return np.cumsum(np.array(change[:-1], np.int64))
+    used = np.cumsum(np.array(change[:-1], np.int64))
+    _count_deletions(staged, cells, used)
+    return used
+
+
+def _count_deletions(staged: Staged, cells: Sequence[Cell], used: npt.NDArray[np.int64]) -> None:
+    """Where gradients rise behind a step: it takes as much as is there when the first datum has been deleted.
+
+    Data are deleted one by one, in the order in which the step reads them (``solvers.liveness.with_deletes``).
+    """
+    if not staged.rises:
+        return
+    needed: set[int] = set()
+    for p in reversed(range(len(cells))):
+        t, i = cells[p]
+        operation = staged.operations[i]
+        if t == i and t in staged.rises:
+            first = next((d for d in operation.reads if d not in needed and d not in staged.held), None)
+            if first is not None:
+                used[p] += max(0, staged.rises[t] - staged.sizes[first])
+        needed.difference_update(operation.makes)
+        needed.update(operation.reads)
 
 
 def _add_generator_states(staged: Staged, cells: Sequence[Cell], change: list[int]) -> None:

@@ -44,7 +44,7 @@ def least_step(staged: Staged) -> tuple[int, int]:
     """Bytes that every budget needs: the most that one step takes with what it reads and held data; and that step."""
     held = least = at = 0
     for t, operation in enumerate(staged.operations):
-        read = sum(staged.sizes[d] for d in set(operation.reads) - staged.held)
+        read = sum(staged.sizes[d] for d in staged.reads[t] if d not in staged.held)
         need = read + held + operation.own + staged.base[t]
         if need > least:
             least, at = need, t

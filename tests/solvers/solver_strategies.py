@@ -28,7 +28,7 @@ def problems(draw: st.DrawFn, max_nodes: int = 5, max_blocks: int = 3, plain: bo
         sizes = draw(st.lists(small, min_size=1, max_size=2))
         made.append(tuple(range(len(data), len(data) + len(sizes))))
         data += [Data(draw(st.sampled_from(["a", "a.b", f"d{i}"])), size, i) for size in sizes]
-    gradients = of_outputs = draw(small)
+    gradients = draw(small)
     backwards: dict[int, Backward] = {}
     for i in reversed(range(count)):
         if draw(st.integers(0, 4)):
@@ -53,7 +53,7 @@ def problems(draw: st.DrawFn, max_nodes: int = 5, max_blocks: int = 3, plain: bo
     blocks = tuple(Block(a, b, k) for k, (a, b) in enumerate(pairwise(cuts)))
     held = frozenset() if plain else frozenset(pick(draw, list(range(len(data))), 1))
     returned = frozenset() if plain else frozenset(pick(draw, list(range(len(data))), 2))
-    problem = Problem(nodes, tuple(data), held, of_outputs + draw(small), blocks, returned)
+    problem = Problem(nodes, tuple(data), held, draw(small), blocks, returned)
     problem.verify()
     return problem
 
