@@ -93,13 +93,8 @@ class Counting(torch.autograd.Function):
         return gradient * 2, None
 
 
-class Reading(torch.autograd.Function):
-    """Reads in its backward what a tensor has become by then."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        ctx.total = total
-        return x * 2
+class Reading(Counting):
+    """Keeps it likewise, and reads in its backward what it has become by then."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
