@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import linecache
 import logging
@@ -91,12 +92,11 @@ class Training:
     def measured_step(self) -> int | None:
         """A step, and its peak in bytes; None where a plan has to be made in it."""
         self._begin()
+        as_given = copy.deepcopy(self.arguments)  # a forward that is given up may have changed them
         try:
             peak = measure_peak(self._run, "cpu")
         except MeasureError:
-            before, self.arguments = self.arguments, self.code.batch(len(self.states))
-            for t, was in zip(self.arguments, before, strict=True):
-                t.grad = was.grad
+            self.arguments = as_given
             self._run()
             peak = None
         self._end()
