@@ -22,6 +22,7 @@ from rkgb.cost.memory import _where, measure_memory, measure_peak, measure_phase
 from rkgb.cost.node import times_by
 from rkgb.cost.piece import backward_memory
 from rkgb.device import KINDS, Cpu, Cuda, device_in_use
+from rkgb.device.cpu import twice_the_largest_cache
 from rkgb.device.kind import Moment, Timeline
 from rkgb.device.profiled import ProfiledTimeline
 from rkgb.errors import MeasureError
@@ -172,6 +173,16 @@ def test_as_much_is_read_as_a_step_uses_or_caches_hold() -> None:
         again = Clock.of(nn.Linear(2, 2), used).again
         lines = sum(t.nelement() for t in again)
         assert 64 * lines == sum(t.untyped_storage().nbytes() for t in again) == read
+
+
+def test_caches_are_twice_the_largest_that_the_system_tells_of(tmp_path: Path) -> None:
+    most = twice_the_largest_cache(tmp_path)
+    for k, size in enumerate(("32K\n", "1024K\n", "32768K\n", "unknown\n")):
+        (tmp_path / f"index{k}").mkdir()
+        (tmp_path / f"index{k}" / "size").write_text(size)
+    assert twice_the_largest_cache(tmp_path) == 2 * 32 * 2**20 < most
+    (tmp_path / "index2" / "size").write_text(f"{most}K\n")
+    assert twice_the_largest_cache(tmp_path) == most
 
 
 @pytest.mark.parametrize("layers", [2, 3, 6, 12])
