@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rkgb.graphs import B_graph, D_graph
@@ -71,24 +72,13 @@ def escaped(text: str) -> str:
     return str(escape(text))
 
 
-def _wrapped(legend: str, width: int = 72) -> list[str]:
-    """The parts of a legend, separated by " · ", in lines: a legend must not widen a small picture."""
-    lines: list[str] = []
-    for part in legend.split(" · "):
-        if lines and len(lines[-1]) + len(part) < width:
-            lines[-1] += f" · {part}"
-        else:
-            lines.append(part)
-    return lines
-
-
 def new_picture(title: str, legend: str, colours: Sequence[tuple[str, str]] = ()) -> Any:
     """An empty picture with a title and an explanation at its top; ``colours``: what each one means."""
     from graphviz import Digraph
 
     picture = Digraph()
     text = f'<FONT POINT-SIZE="16"><B>{html.escape(title)}</B></FONT>'
-    explained = "<BR/>".join(html.escape(line) for line in _wrapped(legend))
+    explained = "<BR/>".join(map(html.escape, wrap(legend, 72)))  # a legend must not widen a small picture
     cells = "".join(f'<TD BORDER="1" BGCOLOR="{colour}">{html.escape(means)}</TD>' for colour, means in colours)
     rows = f'<TR><TD COLSPAN="{len(colours)}">{text}<BR/>{explained}</TD></TR><TR>{cells}</TR>'
     table = f'<TABLE BORDER="0" CELLSPACING="4" CELLPADDING="4">{rows}</TABLE>'
@@ -125,11 +115,9 @@ def new_block(name: str, title: str, number: int, *lines: str) -> Any:
     return block
 
 
-def chain_frame(span: tuple[int, int], blocks: int, title: str = "the chain of blocks") -> Any:
-    """The frame of a part of the chain: ``span`` of ``blocks`` blocks."""
-    start, stop = span
-    which = "" if stop - start == blocks else f": {start} to {stop - 1} of 0 to {blocks - 1}"
-    return new_block(f"chain{start}", title + which, len(CLASSES) - 1)
+def chain_frame(title: str = "the chain of blocks") -> Any:
+    """The frame of the chain."""
+    return new_block("chain", title, len(CLASSES) - 1)
 
 
 def add_box(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:
@@ -141,9 +129,3 @@ def add_data(picture: Any, key: str, text: str, tooltip: str, fill: str, **more:
     """Add the ellipse of a datum."""
     form = {"shape": "ellipse", "style": "filled", "margin": "0.02"} | more
     picture.node(key, text, fillcolor=fill, tooltip=tip(tooltip), **form)
-
-
-def put_below(picture: Any, above: str, tops: Iterable[str], weight: int = 1) -> None:
-    """Place the boxes ``tops``, with all that follows them, below the box ``above``; straight, unless of no weight."""
-    for key in tops:
-        picture.edge(above, key, style="invis", weight=str(weight))

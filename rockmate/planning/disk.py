@@ -1,8 +1,8 @@
 """A folder of small JSON files that processes share: what one has found, the next need not look for.
 
 A file's name is a digest of all that its content depends on. Files are written beside and moved into place, so that a
-reader meets a whole one, however many processes write at once. What is read is checked by whoever asks for it. A file
-that cannot be used is ignored, with a line of the logger, and written anew.
+reader meets a whole one, however many processes write at once. A file has a digest of its own content, so that nothing
+is taken that was changed. A file that cannot be used is ignored, with a line of the logger, and written anew.
 
 The ranks of a distributed job share the same contents under the same names. What is measured differs from process to
 process, and so would plans. The first rank that has costs or a schedule offers them in the store in which the ranks
@@ -65,8 +65,8 @@ class Disk:
         path = self._path(name)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(found, dict) or found.pop("name", None) != name:
-                raise ValueError("it is another file's content")
+            if found.pop("name") != name or found.pop("digest") != _digest(found):
+                raise ValueError("it is another file's content, or was changed")
             result = checked(found)
         except FileNotFoundError:
             return None
@@ -87,7 +87,9 @@ class Disk:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                temporary.write_text(to_json({"name": name, **content}, (",", ":")) + "\n", encoding="utf-8")
+                content = json.loads(to_json(content))
+                text = json.dumps({"name": name, "digest": _digest(content), **content}, separators=(",", ":"))
+                temporary.write_text(f"{text}\n", encoding="utf-8")
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -123,6 +125,11 @@ class Disk:
                 "in the environment variable %s",
                 self.folder, error, VARIABLE,
             )  # fmt: skip
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Of what JSON has of ``content``."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def named(kind: str, *depends: object) -> str:

@@ -17,16 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from rkgb.blocks.fingerprint import fingerprint
-from rkgb.cost.layouts import differentiated
 from rkgb.cost.measure import Cost, Kept
 from rkgb.cost.usage import Usage
 from rkgb.device import kind_of
-from rkgb.graphs import S_graph, S_node
+from rkgb.graphs import S_graph
 from rkgb.settings import settings
 from rkgb.trace.attention import attention_kernels
 from rockmate.planning.disk import Places, named
 from solvers import ChainPlan, Problem, format_schedule, parse_schedule, walk
-from solvers.errors import MOST
 from solvers.files.values import from_json, to_json
 
 LOADED = ", loaded"
@@ -65,7 +63,7 @@ class KeptCosts(Kept):
     def get(self, usage: Usage, given: frozenset[int]) -> list[Cost] | None:
         """As in ``Kept``."""
         name = self._name(usage, given)
-        return None if name is None else self.places.read(name, lambda found: checked_costs(found, self.s, usage))
+        return None if name is None else self.places.read(name, lambda found: _costs_in(found, self.s))
 
     def put(self, usage: Usage, given: frozenset[int], costs: list[Cost]) -> list[Cost]:
         """As in ``Kept``; equal nodes have one cost, which is written once."""
@@ -75,51 +73,15 @@ class KeptCosts(Kept):
         distinct = list({id(c): c for c in costs}.values())
         at = {id(c): k for k, c in enumerate(distinct)}
         content = {"costs": distinct, "of": [at[id(c)] for c in costs]}
-        return self.places.keep(name, content, lambda found: checked_costs(found, self.s, usage), costs)
+        return self.places.keep(name, content, lambda found: _costs_in(found, self.s), costs)
 
 
-def checked_costs(found: dict[str, Any], s: S_graph, usage: Usage) -> list[Cost]:
-    """The costs of the nodes of ``s`` in a file. Raises ``ValueError`` or ``LookupError`` for what these cannot be."""
+def _costs_in(found: dict[str, Any], s: S_graph) -> list[Cost]:
+    """The costs of the nodes of ``s``. Raises ``ValueError`` or ``LookupError`` where these are of another graph."""
     distinct: tuple[Cost, ...] = from_json(found["costs"], tuple[Cost, ...], "costs")
-    of: tuple[int, ...] = from_json(found["of"], tuple[int, ...], "of")
-    if len(of) != len(s.nodes):
-        raise ValueError(f"it has the costs of {len(of)} nodes, and the graph has {len(s.nodes)}")
-    if not all(0 <= k < len(distinct) for k in of):
-        raise ValueError("a node has costs that are not there")
-    costs = [distinct[k] for k in of]
-    for node, fed, cost in zip(s.nodes, differentiated(s, usage.root_values(s.d)), costs, strict=True):
-        if reason := _no_costs_of(node, fed, cost):
-            raise ValueError(f"{node.name} {reason}")
-    return costs
-
-
-def _no_costs_of(node: S_node, fed: tuple[int, ...], cost: Cost) -> str:
-    """Why these cannot be the costs of ``node``, whose results ``fed`` get gradients; empty if they can."""
-    figures = [
-        cost.forward_time,
-        cost.warm_time or 0,
-        cost.forward_peak,
-        cost.backward_time,
-        cost.backward_peak,
-        cost.held_peak,
-        cost.together_peak,
-        cost.incoming,
-        *(g.bytes for g in cost.inputs if g),
-    ]
-    if not all(0 <= figure <= MOST for figure in figures):
-        return "has a figure that is negative, or too large"
-    if cost.results != fed or len(cost.inputs) != (len(node.reads) if fed else 0):
-        return "has other gradients"
-    if not cost.views <= set(range(len(cost.inputs))):
-        return "has a view that it does not read"
-    for k, gradient in enumerate(cost.inputs):
-        if gradient is None or gradient.shares is None:
-            continue
-        kind, other = gradient.shares
-        limit = {"result": len(fed), "input": k}.get(kind, 0)
-        if not 0 <= other < limit or (kind == "input" and cost.inputs[other] is None):
-            return "has a gradient in memory that is not there"
-    return ""
+    if len(found["of"]) != len(s.nodes):
+        raise ValueError(f"it has the costs of {len(found['of'])} nodes, and the graph has {len(s.nodes)}")
+    return [distinct[k] for k in found["of"]]
 
 
 def kept_or_made(
@@ -134,16 +96,11 @@ def kept_or_made(
     name = named("schedule", to_json(problem), room, asked, versions())
 
     def checked(found: dict[str, Any]) -> Bounded:
-        schedule = parse_schedule(problem, "\n".join(from_json(found["program"], tuple[str, ...], "program")))
+        schedule = parse_schedule(problem, "\n".join(found["program"]))
         walked = walk(problem, schedule)
-        solver, reason, bound = found["solver"], found["reason"], found["bound"]
         if walked.peak > room:
             raise ValueError(f"its schedule takes {walked.peak} bytes, and {room} are there")
-        if type(solver) is not str or type(reason) is not str:
-            raise ValueError("solver and reason are no texts")
-        if bound is not None and (type(bound) is not int or not 0 <= bound <= walked.time):
-            raise ValueError(f"its bound is {bound!r}, and the step takes {walked.time} ns")
-        return Bounded(ChainPlan(schedule, walked, solver + LOADED), bound, reason)
+        return Bounded(ChainPlan(schedule, walked, found["solver"] + LOADED), found["bound"], found["reason"])
 
     found = places.read(name, checked)
     if found is None:
