@@ -86,7 +86,7 @@ _GIVEN = re.compile(
 )
 _SKIPPED = "Attempted to call function marked as skipped"
 _CAUSE = re.compile(r"Caused by: .*# (\S+:\d+) in")
-_VALUES = re.compile("data-dependent expression|PendingUnbackedSymbol")
+_VALUES = re.compile(r"data-dependent expression|PendingUnbackedSymbol|valid indices \(got SymInt\)")
 _NUMPY = re.compile(r"\b(?:np|numpy)\.random\.")
 _FRAME = re.compile(r'File "(.*?)", line (\d+)[^\n]*(?:\n +(?!File )(.+))?')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -119,7 +119,7 @@ def internal_error(error: Exception) -> str:
     empty.
     """
     error = getattr(error, "inner_exception", error)
-    if not isinstance(error, _DEFECTS) or isinstance(error, (GraphError, RockmateError)):
+    if not isinstance(error, _DEFECTS) or isinstance(error, (GraphError, RockmateError)) or _VALUES.search(str(error)):
         return ""
     what = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {what}" if what else type(error).__name__

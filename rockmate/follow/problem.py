@@ -88,11 +88,14 @@ def _name(op: Op, index: int) -> str:
 
 @dataclass
 class BackwardMoment:
-    """One moment of the backward. ``slots``: that it reads. ``gathered``: storages that come and go which are there."""
+    """One moment of the backward. ``slots``: that it reads. ``gathered``: storages that come and go which are there.
+    ``outside``: those of the data that it ``reads`` which somebody outside still holds after it began.
+    """
 
     slots: list[int]
     gathered: frozenset[int]
     reads: frozenset[int]
+    outside: frozenset[int]
     before: int
     peak: int
     time: int
@@ -199,10 +202,14 @@ class _Building:
         return step_of
 
     def _limit(self, steps: list[BackwardMoment]) -> None:
-        """Nodes that read what comes and goes may run again at those moments at which it was seen to be there."""
+        """Nodes that read what comes and goes may run again at those moments at which it was seen to be there. Those
+        that make what somebody outside holds may once that is over: it would be there twice before.
+        """
         last = len(self.nodes) + len(steps) - 1  # the node of the first moment
-        for i, wanted in self.gathered.items():
-            there = [last - j for j, step in enumerate(steps) if wanted <= step.gathered]
+        held = {self.data[d].owner: j for j, step in enumerate(steps) for d in self.known(step.outside)}
+        for i in sorted(self.gathered.keys() | held.keys()):
+            wanted, since = self.gathered.get(i, frozenset()), held.get(i, -1) + 1
+            there = [last - j for j in range(since, len(steps)) if wanted <= steps[j].gathered]
             ends = [k for k in range(len(there)) if there[k] - 1 not in there[k + 1 : k + 2]]
             stretches = [there[a + 1 : b + 1] for a, b in itertools.pairwise([-1, *ends])]
             longest = max(stretches, key=len, default=[])
@@ -290,11 +297,12 @@ def _moments_of(ops: Sequence[Op], data: Sequence[Datum], seen: Seen, ends: dict
         before = mark.moment.level - mark.live
         gone = itertools.accumulate((bytes_gone(other, k) for other in after[1:]), initial=0)
         peak = max(other.moment.peak + idle for other, idle in zip(after, gone, strict=True)) - after[0].live
-        reads = mark.data.union(n for n, at in ends.items() if count + k < at < count + len(marks))
+        outside = frozenset(n for n, at in ends.items() if count + k < at < count + len(marks))
+        reads = mark.data | outside
         time = marks[end].time - after[0].time
         if quiet:
             steps[-1].peak = 0
-        steps.append(BackwardMoment([mark.number], mark.gathered, reads, max(0, before), max(0, peak), time))
+        steps.append(BackwardMoment([mark.number], mark.gathered, reads, outside, max(0, before), max(0, peak), time))
         at = first.get(mark.number, len(steps) - 1 - quiet)
         steps[at:] = [_joined(steps[at:])]
         first.update(dict.fromkeys(steps[at].slots, at))
@@ -311,6 +319,7 @@ def _joined(steps: list[BackwardMoment]) -> BackwardMoment:
     for step in others:
         joined.slots += step.slots
         joined.reads |= step.reads
+        joined.outside |= step.outside
         joined.peak = max(joined.peak, step.peak)
         joined.time += step.time
     return joined

@@ -141,3 +141,38 @@ class Unread(Layers):
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_part_of_the_graph_that_goes_before_the_backward_holds_nothing(share: float) -> None:
     check_planned(Unread, X, share, LetsGoOfATensor)
+
+
+class FixedPoint(nn.Module):
+    """A layer whose gradient a hook of its result solves for: it holds a result of its own until that is found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.around, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.last = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5))
+
+    def layer(self, z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.around(z) + x))  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            z = self.layer(torch.zeros_like(x), x)
+        z = self.layer(z, x)
+        start = z.detach().clone().requires_grad_()
+        held = self.layer(start, x)
+
+        def solve(gradient: torch.Tensor) -> torch.Tensor:
+            found = gradient
+            for _ in range(3):
+                found = torch.autograd.grad(held, start, found, retain_graph=True)[0] + gradient
+            hook.remove()
+            return found
+
+        hook = z.register_hook(solve)
+        return self.last(z)  # type: ignore[no-any-return]
+
+
+def test_what_a_hook_holds_into_the_backward_is_not_made_a_second_time_meanwhile() -> None:
+    check_planned(FixedPoint, randn(64, 16, seed=1), 0.0)

@@ -967,6 +967,10 @@ def decides_in_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x * float(numpy.clip(x.mean().item(), 0.5, 2))
 
 
+def indexes_by_a_number(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + x[x.detach()[:, 0].argmax().item(), :1]
+
+
 def draws(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x * OWN.uniform(0.5, 1)
 
@@ -1013,6 +1017,7 @@ SKIPPED = torch.compiler.disable(torch.sin)
     [
         (reads_numbers, "Tensor.tolist() with non-integer tensor at {}: compute with the tensor, or return it"),
         (decides_in_numpy, "Python decides, or counts, by values in a tensor at {}: compute with the tensor"),
+        (indexes_by_a_number, "Python decides, or counts, by values in a tensor at {}: compute with the tensor"),
         (draws, "draws from a random.Random at {}, whose numbers would be the capture's: draw from torch's generators"),
         (draws_from_a_generator, "(Generator) at {}: draw from torch's own generator"),
         (derives, "derivatives are computed inside forward at {}: leave it there"),
