@@ -261,12 +261,12 @@ class Followed:
             mark.moment = moment
         began = time.perf_counter()
         found = problem_of(reruns.ops, reruns.data, seen)
-        way = seen.forms, missing, seen.packs
-        others = [k for k in kind.known if (k.seen.forms, k.missing, k.seen.packs) != way]
-        same = [k for k in kind.known if k not in others]
+        same, others = kind.known_of(seen, missing)
         number = same[0].number if same else kind.numbered
         kind.numbered = max(kind.numbered, number + 1)
         came = [k for k in same if k.used and not k.rehearsed]  # in a step, at this place
+        if any(k.covers(seen) for k in came):
+            return observed.forget()
         before = next((k for k in came if k.seen.sizes == seen.sizes), None)
         if before is not None:
             found = found.with_worst_of(before.found)

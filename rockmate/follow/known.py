@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import ge
 from typing import Any
 
 import torch
@@ -183,6 +184,14 @@ class Known:
         """The user's source line of each node of ``found.problem``."""
         return tuple(self.seen.places[ops[-1]] if ops else "" for ops in self.found.ops_of)
 
+    def covers(self, seen: Seen) -> bool:
+        """Whether its plan has room for a step that was ``seen`` to compute the same and to use its outputs alike, as
+        something is larger here, and nothing there: where sizes follow from values, the larger one comes again.
+        """
+        pairs = zip(self.seen.sizes, seen.sizes, strict=True)
+        room = all(len(here) == len(there) and all(map(ge, here, there)) for here, there in pairs)
+        return room and self.seen.sizes != seen.sizes and seen.use in self.used
+
     def inherit(self, others: Sequence[Known]) -> None:
         """Know the schedules of ``others``, which compute as it does, at other sizes too."""
         like = [k for k in others if k.found.is_like(self.found)]
@@ -260,6 +269,12 @@ class CallKind:
         self.before = last
         then = None if last.then is None else last.then()
         return then if then in fitting else fitting[0]
+
+    def known_of(self, seen: Seen, missing: frozenset[str]) -> tuple[list[Known], list[Known]]:
+        """What is known of the way in which a step computed that was ``seen``, and of others."""
+        way = seen.forms, missing, seen.packs
+        same = [k for k in self.known if (k.seen.forms, k.missing, k.seen.packs) == way]
+        return same, [k for k in self.known if k not in same]
 
     def came(self, known: Known) -> None:
         self.known = [known, *(k for k in self.known if k is not known)]
