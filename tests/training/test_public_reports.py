@@ -6,7 +6,6 @@ Each is what somebody did, not what was wrong in the library of the report.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -32,14 +31,13 @@ def rows(k: int) -> tuple[Any, ...]:
 
 
 def two(k: int) -> tuple[Any, ...]:
+    """The same, and as many rows more."""
     return (*rows(k), randn(ROWS, WIDTH, seed=k + 9))
 
 
-def blocks(count: int = 1) -> nn.Sequential:
+def blocks() -> nn.Sequential:
     """Keeps much more than its weights take."""
-    return nn.Sequential(
-        *(m for _ in range(count) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh(), nn.Softplus()))
-    )
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh(), nn.Softplus())
 
 
 class Net(nn.Module):
@@ -60,13 +58,15 @@ class Run:
     """A training: as it is, or under ``budget``."""
 
     def __init__(self, budget: str | None) -> None:
-        self.budget, self.handle, self.model = budget, None, None
-        self.again: Callable[[], Any] | None = None
+        self.budget = budget
+        self.model: Any = None
+        self.handle: Attachment | None = None
+        self.again: Callable[[], Any] | None = None  # the last step
 
     def attach(self, model: nn.Module) -> nn.Module:
         self.model = model
         if self.budget is not None:
-            self.handle: Attachment | None = attach(model, self.budget, costs="flops", cache=False)
+            self.handle = attach(model, self.budget, costs="flops", cache=False)
         return model
 
     def step(self, *args: Any, loss: Callable[[Any], torch.Tensor] = square_loss, **named: Any) -> Iterator[Any]:
@@ -90,26 +90,22 @@ class Run:
                 if p.grad is not None:
                     p -= 0.05 * p.grad
 
-    def __call__(self, model: nn.Module, batch: Batch = rows, steps: int = 4, **how: Any) -> Iterator[Any]:
+    def __call__(self, model: nn.Module, batch: Batch = rows, **how: Any) -> Iterator[Any]:
+        """Four steps of the attached ``model``."""
         self.attach(model)
-        for k in range(steps):
+        for k in range(4):
             yield from self.step(*batch(k), **how)
 
     def assert_within_budget(self) -> None:
         """The last step again is within the budget, and runs something again."""
         assert self.handle is not None and self.handle.plan is not None, str(self.handle)
         assert self.handle.plan.recomputed > 0, str(self.handle)
-        if self.again is None:
-            return
-
-        def fresh() -> None:
+        if self.again is not None:
             self.model.zero_grad()
             self.again()
-
-        fresh()
-        self.model.zero_grad()
-        peak = measure_peak(self.again, "cpu")
-        assert peak <= self.handle.budget, f"peak {peak}, budget {self.handle.budget}"
+            self.model.zero_grad()
+            peak = measure_peak(self.again, "cpu")
+            assert peak <= self.handle.budget, f"peak {peak}, budget {self.handle.budget}"
 
 
 Situation = Callable[[Run], Iterator[Any]]
@@ -242,21 +238,6 @@ class OneSlot(torch.autograd.Function):
 def one_tensor_in_all_slots_of_a_function(run: Run) -> Iterator[Any]:
     """A function gets one tensor three times, and its backward gives each place another gradient."""
     yield from run(Net(lambda m, h: OneSlot.apply(h, h, h)))
-
-
-@report("pytorch#139789")
-def changed_inputs_that_share_memory_later(run: Run) -> Iterator[Any]:
-    """Forward changes an input; in later steps two inputs overlap in memory."""
-
-    def middle(m: Any, h: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a.mul_(2)
-        return h * (a + b)
-
-    def batch(k: int) -> tuple[Any, ...]:
-        base = randn(2 * WIDTH, seed=k)
-        return (*rows(k), base[:WIDTH], base[WIDTH // 2 : WIDTH // 2 + WIDTH] if k > 1 else randn(WIDTH, seed=k + 9))
-
-    yield from run(Net(middle), batch)
 
 
 class InPlaceInside(torch.autograd.Function):
@@ -591,7 +572,7 @@ def an_embedding_that_renormalises_itself(run: Run) -> Iterator[Any]:
 
 @report("pytorch#54580", "sktime#10928", share="85%")
 def a_loss_term_kept_on_the_module(run: Run) -> Iterator[Any]:
-    """Forward keeps a term of the loss as an attribute, with its graph; a copy of the model is refused while it is there."""
+    """Forward keeps a term of the loss as an attribute, with its graph; no copy can be made then."""
 
     def middle(m: Any, h: torch.Tensor) -> torch.Tensor:
         m.term = h.square().mean()
@@ -647,47 +628,6 @@ def a_slice_that_is_put_into_an_expanded_tensor(run: Run) -> Iterator[Any]:
         return h * y.sum(1, keepdim=True) + wide.index_add(0, ids, h[: len(ids)])
 
     yield from run(Net(middle, row=nn.Parameter(torch.ones(WIDTH))), lambda k: (*rows(k), torch.tensor([0, 0, k])))
-
-
-@report("pytorch#138112", "pytorch#197896")
-def variables_of_functions_around(run: Run) -> Iterator[Any]:
-    """Functions and the method of a class that forward defines change a variable and a list of the function around."""
-
-    def middle(m: Any, h: torch.Tensor) -> torch.Tensor:
-        count, found = 1, []
-
-        def more() -> None:
-            nonlocal count
-            count += 2
-
-        class Helper:
-            def note(self, value: int) -> None:
-                found.append(value)
-
-        helper = Helper()
-        for _ in range(2):
-            more()
-            helper.note(count)
-        m.log.append(tuple(found))
-        return h * sum(found)
-
-    model = Net(middle, log=[])
-    yield from run(model)
-    yield model.log
-
-
-class Settings:
-    factor = 1.0
-    function = staticmethod(torch.sin)
-
-
-@report("pytorch#176851", "pytorch#93782")
-def an_attribute_of_a_class_and_a_function_that_change(run: Run) -> Iterator[Any]:
-    """A factor and a function on a class of settings are others from the third step on."""
-    run.attach(Net(lambda m, h: Settings.function(h) * Settings.factor))
-    for k in range(4):
-        Settings.factor, Settings.function = (1.0, torch.sin) if k < 2 else (3.0, torch.cos)
-        yield from run.step(*rows(k))
 
 
 class Codebook(nn.Module):
@@ -765,32 +705,6 @@ def keys_and_values_that_each_layer_appends(run: Run) -> Iterator[Any]:
     run.again = None  # which would find the cache of the last step
 
 
-class AddsToLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(aux)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return g, torch.ones_like(ctx.saved_tensors[0])
-
-
-@report("Automodel#1408")
-def a_balancing_loss_by_its_gradient_alone(run: Run) -> Iterator[Any]:
-    """A router adds its auxiliary loss by a function that lets activations through, and gives the term a gradient."""
-
-    def middle(m: Any, h: torch.Tensor) -> torch.Tensor:
-        weights = torch.softmax(m.router(h), -1)
-        top, chosen = weights.topk(2, -1)
-        top = AddsToLoss.apply(top, 0.01 * weights.mean(0).square().sum())
-        parts = torch.stack([expert(h) for expert in m.experts], 1)
-        return h + (top[..., None] * parts.gather(1, chosen[..., None].expand(-1, -1, WIDTH))).sum(1)
-
-    experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-    yield from run(Net(middle, router=nn.Linear(WIDTH, 3), experts=experts))
-
-
 @report("jax#18817", "pytorch#11093")
 def checkpoints_within_checkpoints(run: Run) -> Iterator[Any]:
     """A chain is halved again and again, the second half of each being checkpointed; a sequential one follows."""
@@ -817,20 +731,6 @@ def a_hook_before_a_layer_that_works_in_place(run: Run) -> Iterator[Any]:
     handle.remove()
     for k in range(4):
         yield from run.step(*rows(k))
-
-
-@report("pytorch#158561")
-def frozen_weights_that_follow_others(run: Run) -> Iterator[Any]:
-    """Forward copies trained weights into frozen ones, as an average over time, and uses both."""
-
-    def middle(m: Any, h: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            for p, q in zip(m.teacher.parameters(), m.student.parameters(), strict=True):
-                p.copy_(p * 0.9 + q * 0.1)
-        return m.student(h) - m.teacher(h).detach()
-
-    student = nn.Linear(WIDTH, WIDTH)
-    yield from run(Net(middle, student=student, teacher=copy.deepcopy(student).requires_grad_(False)))
 
 
 @pytest.mark.filterwarnings("ignore:.*requires_grad=True. Gradients will be None:UserWarning", SEVERAL)
