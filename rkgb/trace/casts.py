@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from rkgb.nodes import Mode
+from rkgb.trace.patches import is_traced
 from rkgb.trees import map_tensors, tensors_in
 
 _C: Any = torch._C
+_CLEAR: Any = torch.clear_autocast_cache
 
 RECURRENT = frozenset({torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu})
 NAMES_OF_RECURRENT = frozenset(function.__name__ for function in RECURRENT)
@@ -34,7 +36,7 @@ _OWN = frozenset("softmax log_softmax cumprod cumsum sum norm linalg_vector_norm
 class Casts:
     """Makes the casts of one trace. ``kind``: of device, which the meta device stands for.
 
-    Weights are cast once for a trace, as by autocast's cache in eager mode. Those of recurrent operations autocast
+    Weights are cast once until ``clear``, as by autocast's cache in eager mode. Those of recurrent operations autocast
     casts inside the operation, where the tracer does not see it. A run again has no such cache: the operation would
     cast its weights in each step, save each copy, and add up gradients that are cast already.
     """
@@ -63,6 +65,12 @@ class Casts:
 
         named = {k: map_tensors(kwargs[k], cast) for k in reversed(kwargs)}  # the last argument first, as in C++
         return tuple([map_tensors(a, cast) for a in reversed(args)][::-1]), named
+
+    def clear(self) -> None:
+        """In the place of ``torch.clear_autocast_cache``, which the outermost ``autocast`` calls when it ends."""
+        if is_traced():  # else another thread's
+            self._made.clear()
+        _CLEAR()
 
     def _of_weights(self, args: tuple[Any, ...], mode: Mode) -> tuple[Any, ...]:
         """``args`` of a call of one of ``RECURRENT``, its weights cast where autocast would keep what it casts."""

@@ -111,6 +111,7 @@ def _traceable_run(model: torch.nn.Module, seen: Recorder) -> Iterator[None]:
         traceable(),
         _functions_marked(seen),
         patch.object(torch.jit._trace, "_trace_module_map", scopes),
+        patch.object(torch, "clear_autocast_cache", seen.casts.clear),
         drop_saved(),
         warnings.catch_warnings(),
     ):

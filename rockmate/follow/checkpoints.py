@@ -13,9 +13,9 @@ import functools
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -67,11 +67,13 @@ class Unchecked:
             elif part.way == PLAIN and (why := part.differs(self.tape)):
                 raise _changed(why)
 
-    def run(self, own: Iterator[None], function: Any, preserves: bool, usual: bool) -> Iterator[None]:
-        """What runs around one part, which calls ``function``. ``own``: with its checkpoint; ``preserves``: its second
-        run draws the same numbers; ``usual``: it is no selective one.
+    def run(
+        self, own: Iterator[None], function: Any, args: Iterable[Any], preserves: bool, usual: bool
+    ) -> Iterator[None]:
+        """What runs around one part, which calls ``function`` with ``args``. ``own``: with its checkpoint;
+        ``preserves``: its second run draws the same numbers; ``usual``: it is no selective one.
         """
-        part = self._next(function, preserves, usual)
+        part = self._next(function, args, preserves, usual)
         if part.way == PLAIN:
             yield
             part.check(self.tape)
@@ -80,7 +82,7 @@ class Unchecked:
                 yield from own
 
     def run_reentrant(self, function: Any, preserves: bool, args: tuple[Any, ...]) -> Any:
-        part = self._next(function, preserves, usual=True)
+        part = self._next(function, args, preserves, usual=True)
         if part.way == PLAIN:
             result = part.call(args, self.tape)
             part.check(self.tape)
@@ -99,12 +101,13 @@ class Unchecked:
                 part.alike = _alike(again, result)
         return result
 
-    def _next(self, function: Any, preserves: bool, usual: bool) -> _Part:
+    def _next(self, function: Any, args: Iterable[Any], preserves: bool, usual: bool) -> _Part:
         number = len(self._came)
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         usual = usual and top is not None and top[0] == self.tape.pack  # others would pack what the checkpoint drops
         ops, data = len(self.tape.ops), len(self.tape.data)
         part = _Part(function, preserves, range(ops, ops), range(data, data), usual)
+        part.read += [(x, _content(x)) for x in args if isinstance(x, _CONTAINERS)]
         if number == len(self.parts):
             self.parts.append(None)
             part.way = CHECKPOINTED if self._within else JUDGED
@@ -196,10 +199,10 @@ class _Part:
     held: Held | None = None
     buffers: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     graph: PlainGraph | None = None
-    cells: list[tuple[Any, list[Any]]] = field(init=False)
+    read: list[tuple[Any, list[Any]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.cells = [(cell, _content(cell)) for cell in _cells(self.function)]
+        self.read = [(cell, _content(cell)) for cell in _cells(self.function)]
 
     def over(self, tape: Tape) -> None:
         self.ops, self.data = range(self.ops.start, len(tape.ops)), range(self.data.start, len(tape.data))
@@ -230,7 +233,7 @@ class _Part:
 
     def differs(self, tape: Tape) -> str:
         """Why it is not the same without its checkpoint, as the whole forward shows; empty if it is."""
-        if any(not _are_same(_content(cell), then) for cell, then in self.cells) or (self.held and self.held.changed()):
+        if any(not _are_same(_content(x), then) for x, then in self.read) or (self.held and self.held.changed()):
             return "may read what gets another value after it, so that its second run computes something else"
         written = any(b._version != then for b, then in self.buffers)
         if written or self.reruns != tuple(tape.ops[k].reruns for k in self.ops):
@@ -258,13 +261,16 @@ def _cells(function: Any) -> Iterator[Any]:
             yield from _cells(content)
 
 
-def _content(cell: Any) -> list[Any]:
-    """What a variable is, and what is in it if it is a list, a set or a dictionary."""
+_CONTAINERS = (list, dict, set)
+
+
+def _content(x: Any) -> list[Any]:
+    """What a variable is, or ``x``, and what is in it if it is a list, a set or a dictionary."""
     try:
-        content = cell.cell_contents
+        content = x.cell_contents if isinstance(x, CellType) else x
     except ValueError:  # it has no value now
         content = None
-    within = content if isinstance(content, (list, dict, set)) else ()
+    within = content if isinstance(content, _CONTAINERS) else ()
     return [content, *within, *(within.values() if isinstance(within, dict) else ())]
 
 
@@ -293,7 +299,8 @@ def _generator(function: Any, preserves: bool, context: Any, *rest: Any, **kwarg
     """
     own = _OWN(function, preserves, context, *rest, **kwargs)
     if _here.call is not None and torch.is_grad_enabled():
-        own = _here.call.run(own, function, preserves, context is checkpoint.noop_context_fn)
+        args = (*rest[3:], *kwargs.values())  # behind how it is checked
+        own = _here.call.run(own, function, args, preserves, context is checkpoint.noop_context_fn)
     yield from own
 
 
