@@ -87,14 +87,15 @@ class Capture:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
-        before = [getattr(CAPTURING, what, None) for what in ("name", "noted", "tracked")]
-        CAPTURING.name, CAPTURING.noted, CAPTURING.tracked = self.front.name, self._noted, {}
+        before = dict(vars(CAPTURING))
+        vars(CAPTURING).update(name=self.front.name, noted=self._noted, tracked={}, given=[])
         try:
             yield
         finally:
             for tracked in CAPTURING.tracked.values():
                 tracked.clear()  # of a parameter its gradient is one, too, which the collector does not see
-            CAPTURING.name, CAPTURING.noted, CAPTURING.tracked = before
+            vars(CAPTURING).clear()
+            vars(CAPTURING).update(before)
 
     def clear(self) -> None:
         self._forget()

@@ -21,6 +21,7 @@ from rkgb.trace.code import is_installed, is_the_users
 from rkgb.trace.lines import named_line
 from rockmate.calls.captured import line_of, name_of
 from rockmate.calls.structure import graphs_within, memory_of, writes
+from rockmate.calls.unguarded import CAPTURING, contents
 
 
 def check_effects() -> None:
@@ -96,7 +97,7 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
     Raises ``UnsupportedError`` where that would not be the same: eager mode draws other numbers in the second run
     (``preserve_rng_state=False``), writes once more (statistics of a batch norm), gives no gradients (a reentrant one
     of which no input requires grad), adds gradients in another order (a reentrant one, of what others use, too), or
-    reads a variable that has another value by then.
+    reads a variable, or a list, dict or set that it is given, that has another value by then.
     """
     found = [n for n in program.graph.nodes if str(getattr(n.target, "_name", "")) == "tag_activation_checkpoint"]
     if not found:
@@ -104,6 +105,8 @@ def check_checkpoints(program: fx.GraphModule) -> bool:
     codes = [*(torch._guards.TracingContext.get().traced_code or ())]
     if late := next(filter(None, (_set_later(codes), *map(_late, codes))), ""):
         raise UnsupportedError(f"the function of a checkpoint reads {late} when it runs again: give it as an argument")
+    if any([*map(id, contents(x))] != [*map(id, then)] for x, then in CAPTURING.given):
+        raise UnsupportedError("a list, dict or set that a checkpoint is given changes afterwards: give it a copy")
     effects: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
     read = {x for n in found for t in (n, *n.users, *n.all_input_nodes) for x in memory_of(t)}
     for node in program.graph.nodes:

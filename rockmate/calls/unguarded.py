@@ -24,7 +24,8 @@ from solvers.interrupts import check
 
 CAPTURING = threading.local()
 """``name``: of the model whose call this thread captures, or runs as it was captured. ``noted``: by that capture.
-``tracked``: lists of the tensors without memory that it computes with, by their identity.
+``tracked``: lists of the tensors without memory that it computes with, by their identity. ``given``: containers that
+checkpoints get, and what each had then.
 """
 
 
@@ -129,6 +130,9 @@ def see_what_is_not_guarded() -> None:
       eager mode.
     - Profilers that the code opens are not left out: it is not captured.
     - Where it makes leaves, the line is told.
+    - Lists, dicts and sets that a checkpoint is given are noted: eager mode's second run reads them as they are then.
+    - An ``autograd.Function`` that is to get no gradients of results that nobody reads is not captured: it would get
+      zeros.
     - Texts of numbers that change are texts, and ``format`` takes its second argument for what it is. A whole number
       that changes is not rounded to tens, which TorchDynamo leaves out.
     """
@@ -144,6 +148,9 @@ def see_what_is_not_guarded() -> None:
     wrap(translation.InstructionTranslatorBase, "_format_value", _as_text)
     wrap(variables.builtin.BuiltinVariable, "call_format", _by_its_spec)
     wrap(variables.builtin.BuiltinVariable, "call_round", _to_ones)
+    orders = variables.higher_order_ops
+    wrap(orders.CheckpointHigherOrderVariable, "_call_function", _noting_containers)
+    wrap(orders.AutogradFunctionApplyVariable, "trace_forward_graph", _with_all_gradients)
 
 
 def wrap(holder: Any, name: str, around: Callable[..., Any]) -> bool:
@@ -247,3 +254,26 @@ def _to_ones(
     if is_captured() and (digits or kwargs) and isinstance(getattr(number, "sym_num", None), torch.SymInt):
         raise torch._dynamo.exc.Unsupported("a whole number that changes is rounded to tens")
     return round_(function, translator, number, *digits, **kwargs)
+
+
+def _noting_containers(call: Callable[..., Any], checkpoint: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    if is_captured():
+        variables: Any = torch._dynamo.variables
+        kinds = variables.ListVariable, variables.ConstDictVariable, variables.SetVariable
+        given = [x.realize() for x in (*args[1:], *kwargs.values())]
+        CAPTURING.given += [(x, contents(x)) for x in given if isinstance(x, kinds)]
+    return call(checkpoint, translator, args, kwargs)
+
+
+def contents(container: Any) -> list[Any]:
+    """What a list, dict or set has, as TorchDynamo knows it."""
+    items = container.items
+    return [*items, *items.values()] if isinstance(items, dict) else [*items]
+
+
+def _with_all_gradients(trace: Callable[..., Any], function: Any, translator: Any, ctx: Any, *args: Any) -> Any:
+    found = trace(function, translator, ctx, *args)
+    set_on_ctx = translator.output.side_effects.store_attr_mutations.get(ctx, ())
+    if is_captured() and "materialize_grads" in set_on_ctx and len(getattr(found[1], "items", ())) > 1:
+        raise torch._dynamo.exc.Unsupported("an autograd.Function calls set_materialize_grads")
+    return found

@@ -306,6 +306,30 @@ def in_a_list(m: Later, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def given_in_a_list(m: Later, x: torch.Tensor) -> torch.Tensor:
+    held = [0]
+    for k, layer in enumerate(m.layers):
+        x = checkpoint(lambda x, layer, held: F.gelu(layer(x)) * (1 + held[0]), x, layer, held, **m.options)
+        held[0] = k
+    return x
+
+
+def given_in_a_dict(m: Later, x: torch.Tensor) -> torch.Tensor:
+    held = {"by": 1.0}
+    for k, layer in enumerate(m.layers):
+        x = checkpoint(lambda x, layer, held: F.gelu(layer(x)) * held["by"], x, layer, held, **m.options)
+        held["by"] += k
+    return x
+
+
+def given_in_a_set(m: Later, x: torch.Tensor) -> torch.Tensor:
+    held: set[int] = set()
+    for k, layer in enumerate(m.layers):
+        x = checkpoint(lambda x, layer, held: F.gelu(layer(x)) * (1 + len(held)), x, layer, held, **m.options)
+        held.add(k)
+    return x
+
+
 def in_a_variable_of_the_file(m: Later, x: torch.Tensor) -> torch.Tensor:
     for k, layer in enumerate(m.layers):
         STATE[0] = k
@@ -353,6 +377,7 @@ def drawn_again_later(m: Later, x: torch.Tensor) -> torch.Tensor:
 
 LATER = [
     *(attribute, variable_of_another, in_a_list, in_a_variable_of_the_file),
+    *(given_in_a_list, given_in_a_dict, given_in_a_set),
     *(buffer_written, buffer_replaced, result_written, hooked, drawn_again_later),
 ]
 

@@ -196,3 +196,34 @@ def test_settings_of_a_rerun_are_those_of_the_forward() -> None:
     assert handle.plan.recomputed > 0
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
     assert torch.backends.mkldnn.enabled
+
+
+class TwoResults(torch.autograd.Function):
+    """Nobody reads the second result, whose gradient is then None, and not zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        scaled: torch.Tensor = gradient * x.cos() + (1 if other is None else other)
+        return scaled
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_function_may_ask_for_none_in_the_place_of_zeros(sampled: bool) -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Sigmoid(), nn.Tanh())]
+    model, x = nn.Sequential(*layers, First(), nn.Linear(32, 32)), randn(512, 32, seed=0)
+    eager = copy.deepcopy(model)
+    attach(model, "75%", sample=x if sampled else None, costs="flops", cache=False)
+    found: list[list[Any]] = [[t for _ in range(4) for t in step(m, [x])] for m in (model, eager)]
+    assert_same(*([*f, *snapshot(m)] for f, m in zip(found, (model, eager), strict=True)))
+
+
+class First(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return TwoResults.apply(x)[0]  # type: ignore[no-any-return]
