@@ -70,13 +70,14 @@ def _has_one_of(s: S_graph, i: int, parts: Sequence[str]) -> bool:
 
 def choosing_anew(old: S_graph, new: S_graph) -> frozenset[int]:
     """The nodes of ``new`` that may need more memory than ``scaled_costs`` says: they have an operation that chooses by
-    size, or one of the user's, and something they read or make is larger than in ``old``.
+    size, or one of the user's, and something they read or make has another shape, and is not smaller, than in ``old``.
 
     Convolutions may need more for smaller inputs, too: on CPUs some do for a batch of one instead of two, and some that
     have strides for one row less. ``Kind.choosing`` names such operations. So may products in types of two bytes.
     """
-    sizes = [(v, x.bytes, old.d.values[v].bytes) for v, x in new.d.values.items()]
-    larger, changed = {v for v, now, was in sizes if now > was}, {v for v, now, was in sizes if now != was}
+    pairs = [(v, x, old.d.values[v]) for v, x in new.d.values.items()]
+    changed = {v for v, now, was in pairs if now.shape != was.shape}  # kernels are chosen by it, not by bytes
+    larger = {v for v, now, was in pairs if v in changed and now.bytes >= was.bytes}
 
     def may_need_more(i: int) -> bool:
         suspect = changed if _may_need_more_for_less(new, i) else larger

@@ -19,6 +19,7 @@ from torch import nn
 import rockmate.calls.captured_calls
 from rkgb.graphs import D_graph
 from rockmate import attach, measure_peak
+from rockmate.planning.finder import SCALARS
 
 Sizes = list[tuple[int, ...]]
 
@@ -363,3 +364,41 @@ def test_what_exceeds_is_planned_at_each_size() -> None:
             step(ids)
         said += [w for w in caught if "the last step took" in str(w.message)]
     assert not said
+
+
+class Interpolated(nn.Module):
+    """Convolutions on the way down and up; a batch of two may have as many numbers as a larger picture alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 8), (8, 12), (12, 16)))
+        self.up = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in ((28, 12), (20, 8)))
+        self.out = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        for layer in self.down:
+            x = F.gelu(layer(F.max_pool2d(x, 2) if kept else x))
+            kept.append(x)
+        for layer, other in zip(self.up, kept[1::-1], strict=True):
+            x = F.gelu(layer(torch.cat([F.interpolate(x, other.shape[-2:], mode="bilinear"), other], 1)))
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+def test_other_shapes_of_as_many_bytes_have_other_kernels() -> None:
+    model = Interpolated()
+    handle = attach(model, 62_000, costs="flops", cache=False)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    for shape in ((1, 3, 8, 7), (2, 3, 5, 7)):
+        x = randn(*shape, seed=0)
+        for _ in range(2):
+            model.zero_grad()
+            step()
+        model.zero_grad()
+        peak = measure_peak(step)
+        assert handle.plan is not None
+        assert peak <= handle.plan.predicted_peak + SCALARS <= 62_000 + SCALARS
