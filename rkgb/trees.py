@@ -122,12 +122,16 @@ def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
 
 def replaced(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """``tree`` with ``function`` applied to its tensors, in containers and objects of its own."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
     leaves, spec = flatten(tree)
     return unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of a tree, in the order of its leaves."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
