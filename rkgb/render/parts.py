@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from textwrap import wrap
 from typing import Any
 
 from rkgb.graphs import B_graph, D_graph
@@ -72,13 +71,24 @@ def escaped(text: str) -> str:
     return str(escape(text))
 
 
+def _wrapped(legend: str, width: int = 72) -> list[str]:
+    """The parts of a legend, separated by " · ", in lines: a legend must not widen a small picture."""
+    lines: list[str] = []
+    for part in legend.split(" · "):
+        if lines and len(lines[-1]) + len(part) < width:
+            lines[-1] += f" · {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
 def new_picture(title: str, legend: str, colours: Sequence[tuple[str, str]] = ()) -> Any:
     """An empty picture with a title and an explanation at its top; ``colours``: what each one means."""
     from graphviz import Digraph
 
     picture = Digraph()
     text = f'<FONT POINT-SIZE="16"><B>{html.escape(title)}</B></FONT>'
-    explained = "<BR/>".join(map(html.escape, wrap(legend, 72)))  # a legend must not widen a small picture
+    explained = "<BR/>".join(html.escape(line) for line in _wrapped(legend))
     cells = "".join(f'<TD BORDER="1" BGCOLOR="{colour}">{html.escape(means)}</TD>' for colour, means in colours)
     rows = f'<TR><TD COLSPAN="{len(colours)}">{text}<BR/>{explained}</TD></TR><TR>{cells}</TR>'
     table = f'<TABLE BORDER="0" CELLSPACING="4" CELLPADDING="4">{rows}</TABLE>'
