@@ -53,7 +53,7 @@ def add_frames(where: Any, k: K_graph, frames: Sequence[tuple[int, int, str, int
                 for d in entering:
                     _add_data(row, k, d, prefix, start, stop)
             for d in entering:
-                block.edge(f"{prefix}d{d}", f"{prefix}f{start}", style="invis")
+                parts.put_below(block, f"{prefix}d{d}", f"{prefix}f{start}")
         _add_rows(block, k, first, end, prefix, (start, stop))
         where.subgraph(block)
     _add_edges(where, k, start, stop, prefix)

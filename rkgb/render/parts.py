@@ -139,3 +139,8 @@ def add_data(picture: Any, key: str, text: str, tooltip: str, fill: str, **more:
     """Add the ellipse of a datum."""
     form = {"shape": "ellipse", "style": "filled", "margin": "0.02"} | more
     picture.node(key, text, fillcolor=fill, tooltip=tip(tooltip), **form)
+
+
+def put_below(picture: Any, above: str, key: str) -> None:
+    """Place the box ``key``, with all that follows it, straight below the box ``above``."""
+    picture.edge(above, key, style="invis")

@@ -81,7 +81,7 @@ class Flowchart:
                     self.readers.setdefault(v, []).append((k, j))
         ends = [self._key(k, len(section.boxes) - 1) for k, section in enumerate(sections)]
         for k, end in enumerate(ends[:-1]):
-            self.picture.edge(end, self._key(k + 1, 0), style="invis")
+            parts.put_below(self.picture, end, self._key(k + 1, 0))
         self._enter(frames, ends, leaving)
         self._edges(sections)
         for v in dict.fromkeys(leaving):
@@ -108,7 +108,7 @@ class Flowchart:
             first, *others = sorted({k for v in members for k, _ in self.readers.get(v, ())}) or (0, 0)
             self._source(self.picture if others else frames[first], key, members)
             if first and not others:
-                self.picture.edge(ends[first - 1], key, style="invis")
+                parts.put_below(self.picture, ends[first - 1], key)
 
     def _edges(self, sections: Sequence[Section]) -> None:
         """Add an edge to each box from what it reads, with the value's name if its maker has several results."""
@@ -127,7 +127,7 @@ class Flowchart:
                     self.picture.edge(self.keys[v], self._key(k, j), tooltip=tip, labeltooltip=tip, **more)
                 alone = not any(v in self.home for v in box.reads) and not any(v in self.readers for v in box.makes)
                 if j and alone:  # nothing but its place in the program says where it belongs
-                    self.picture.edge(self._key(k, j - 1), self._key(k, j), style="invis")
+                    parts.put_below(self.picture, self._key(k, j - 1), self._key(k, j))
 
     def _source(self, where: Any, key: str, members: Sequence[int]) -> None:
         sources = [self.g.sources.get(v) for v in members]

@@ -144,7 +144,7 @@ def _add_block(picture: Any, drawn: Drawn, alike: Sequence[int]) -> None:
         _add_operation(frame, drawn, i)
         if not _add_reads(frame, drawn, i, b) and i > block.start:
             # nothing but its place in the program says where it belongs
-            frame.edge(f"n{i - 1}", f"n{i}", style="invis")
+            parts.put_below(frame, f"n{i - 1}", f"n{i}")
     picture.subgraph(frame)
 
 
