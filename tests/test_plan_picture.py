@@ -45,6 +45,12 @@ def boxes(source: str) -> dict[str, str]:
     return dict(re.findall(r"^\t+(\w+) \[(.*?)\]$", source, re.MULTILINE | re.DOTALL))
 
 
+def shape(path: Path) -> float:
+    """The width of an SVG by its height."""
+    width, height = re.findall(r'viewBox="0.00 0.00 (\S+) (\S+)"', path.read_text(encoding="utf-8"))[0]
+    return float(width) / float(height)
+
+
 def test_fates_are_what_the_schedule_does(plan: Plan) -> None:
     found = fates(plan.problem, plan.schedule)
     assert sum(len(fate.again) for fate in found) == plan.recomputed > 0
@@ -118,6 +124,8 @@ def test_print_graph_takes_a_plan(plan: Plan, tmp_path: Path) -> None:
     assert path == tmp_path / "Plan.svg" and (tmp_path / "Plan.gv").exists()
     text = html.unescape(path.read_text(encoding="utf-8"))
     assert re.search(r'xlink:title="runs again before bwd\.[^"]*gpt\.py:\d+', text)
+    assert 0.5 < shape(path) < 2
+    assert 0.5 < shape(rkgb.print_graph(often(plan), "often", directory=tmp_path)) < 2
     pdf = rkgb.print_graph(plan, render_format="pdf", directory=tmp_path)
     assert pdf.read_bytes().startswith(b"%PDF")
     said = rkgb.print_graph(plan, render_format="text", directory=tmp_path)

@@ -18,6 +18,7 @@ import rkgb
 from rkgb import Graphs, RenderWarning, Stools, make_all_graphs, print_all_graphs, print_graph
 from rkgb.notebook import MOST_LINES
 from rkgb.render import drawing as render_draw
+from rkgb.render.columns import crossing, pages
 from rkgb.render.parts import counted, tip
 from rkgb.trace.lines import user_line
 from rkgb.units import format_bytes, format_time
@@ -43,7 +44,8 @@ def stages(graphs: Graphs) -> list[render_draw.Graph]:
 
 def drawn(path: Path, kind: str) -> list[str]:
     """Names of the boxes or ellipses ("node") or frames ("cluster") in an SVG."""
-    return re.findall(rf'class="{kind}">\s*<title>([^<]*)</title>', path.read_text(encoding="utf-8"))
+    names = re.findall(rf'class="{kind}">\s*<title>([^<]*)</title>', path.read_text(encoding="utf-8"))
+    return [name for name in names if not re.fullmatch(r"cluster_column\d+", name)]
 
 
 def shape(path: Path) -> float:
@@ -79,10 +81,11 @@ def test_all_stages_of_gpt(gpt: Graphs, tmp_path: Path) -> None:
             assert f"block {k}, class {number} " in text
     backwards = sum(node.backward is not None for node in gpt.K.nodes)
     names = drawn(paths[3], "node")
-    assert sum(name.startswith("f") for name in names) == len(gpt.K.nodes)
-    assert sum(bool(re.fullmatch(r"b\d+", name)) for name in names) == backwards
-    assert {name for name in names if name.startswith("d")} == {f"d{d}" for d in range(len(gpt.K.data))}
-    assert len(names) == len(set(names))
+    plain = [re.sub(r"^column\d+_", "", name) for name in names]
+    assert sum(name.startswith("f") for name in plain) == len(gpt.K.nodes)
+    assert sum(bool(re.fullmatch(r"b\d+", name)) for name in plain) == backwards
+    assert {name for name in plain if name.startswith("d")} == {f"d{d}" for d in range(len(gpt.K.data))}
+    assert len(names) == len(set(names)) > len(set(plain))  # what a later column reads stands at its top again
 
 
 @dot
@@ -96,15 +99,61 @@ def test_other_formats(gpt: Graphs, render_format: str, magic: bytes, tmp_path: 
 @dot
 def test_forwards_stand_left_of_backwards(gpt: Graphs) -> None:
     lines = render_draw.draw(gpt.K).pipe("plain", encoding="utf-8").splitlines()
-    words = [line.split() for line in lines]
-    at = {word[1]: (float(word[2]), float(word[3])) for word in words if word[0] == "node"}
-    assert "loss" in at
-    nodes = range(len(gpt.K.nodes))
-    for i in nodes:
-        (x, y), (back, same) = at[f"f{i}"], at[f"b{i}"]
-        assert all(x < at[f"d{d}"][0] < back for d in gpt.K.nodes[i].makes)
-        assert y == pytest.approx(same)
-    assert sorted(nodes, key=lambda i: -at[f"f{i}"][1]) == list(nodes)
+    columns: dict[str, dict[str, tuple[float, float]]] = {}
+    for word in (line.split() for line in lines):
+        if word[0] == "node":
+            column, _, key = word[1].rpartition("_")
+            columns.setdefault(column, {})[key] = float(word[2]), float(word[3])
+    assert len(columns) > 1 and "loss" in columns[max(columns)]
+    done, right = 0, 0.0
+    for _, at in sorted(columns.items()):
+        nodes = sorted(int(key[1:]) for key in at if key.startswith("f"))
+        assert nodes == list(range(done, done + len(nodes)))
+        for i in nodes:
+            (x, y), (back, same) = at[f"f{i}"], at[f"b{i}"]
+            assert all(x < at[f"d{d}"][0] < back for d in gpt.K.nodes[i].makes)
+            assert y == pytest.approx(same)
+        assert sorted(nodes, key=lambda i: -at[f"f{i}"][1]) == nodes
+        assert min(x for x, _ in at.values()) > right
+        done, right = done + len(nodes), max(x for x, _ in at.values())
+    assert done == len(gpt.K.nodes)
+
+
+@dot
+@pytest.mark.parametrize("stage", "BDSK")
+@pytest.mark.parametrize("limit", [40, 400])
+def test_pictures_have_the_form_of_a_screen(
+    gpt: Graphs, stage: str, limit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(render_draw, "LIMIT", limit)
+    small = nn.Sequential(*(layer for k in range(5) for layer in (nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU())))
+    other = make_all_graphs(small, torch.randn(2, 3, 16, 16), costs="flops")
+    for k, graphs in enumerate((gpt, other)):
+        path = print_graph(getattr(graphs, stage), f"{stage}{k}", directory=tmp_path)
+        assert 0.5 < shape(path) < 2, (k, shape(path))
+
+
+@dot
+def test_the_chain_of_many_blocks_is_in_columns(tmp_path: Path) -> None:
+    layers = [layer for k in range(40) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    graphs = make_all_graphs(nn.Sequential(*layers), torch.randn(3, 8), costs="flops")
+    chained = dataclasses.replace(graphs.S, blocks=tuple((i, i + 2) for i in range(0, 80, 2)))
+    k = dataclasses.replace(graphs.K, s=chained)
+    path = print_graph(dataclasses.replace(graphs, S=chained, K=k, classes=(0,) * 40), directory=tmp_path)
+    assert 0.5 < shape(path) < 2
+    frames = [name for name in drawn(path, "cluster") if name.startswith("cluster_chain")]
+    assert len(frames) > 1 and "of 0 to 39" in path.read_text(encoding="utf-8")
+    names = drawn(path, "node")
+    assert all(names.count(f"f_chain{b}") == 1 for b in range(40)) and names.count("loss_chain") == 1
+
+
+def test_columns_are_cut_where_least_passes() -> None:
+    assert pages(9, 1, float) == [(0, 9)]
+    assert pages(20, 2, lambda at: abs(at - 8)) == [(0, 8), (8, 20)]
+    assert pages(20, 2, lambda at: abs(at - 2)) == [(0, 8), (8, 20)]  # not too far from the middle
+    assert pages(3, 3, lambda _: 0.0) == [(0, 1), (1, 2), (2, 3)]
+    passes = crossing([(), (0,), (1,), (0, 2)], [(0,), (1,), (2,), (3,)])
+    assert [passes(at) for at in range(5)] == [0, 1, 2, 2, 0]
 
 
 @dot
@@ -165,7 +214,7 @@ def test_a_large_graph_without_blocks_is_cut_first(
     assert len(drawn(print_graph(uncut, directory=tmp_path), "cluster")) == len(set(gpt.classes)) + 1
     monkeypatch.setattr(render_draw, "LIMIT", 400)
     text = print_graph(uncut, directory=tmp_path).read_text(encoding="utf-8")
-    assert "block 0, class 0 ·" in text
+    assert "block 0, class 0 ·" in text and "block 0, class 0 (continued) ·" in text
 
 
 def test_without_dot_the_source_is_written(tiny: Graphs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ large B has one box for each of the user's source lines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rkgb.blocks.classes import classes
@@ -18,7 +19,8 @@ from rkgb.graphs import B_graph, D_graph, S_graph
 from rkgb.Ktools import K_graph
 from rkgb.pipeline import Graph
 from rkgb.render import parts
-from rkgb.render.kgraph import LEGEND_K, K_overview, add_frames, whole_K
+from rkgb.render.columns import SIZES, Panel, Size, chain_pages, stand
+from rkgb.render.kgraph import LEGEND_K, K_overview, add_page, whole_K
 from rkgb.render.program import LEGEND, LEGEND_S, Flowchart, S_box, Section, node_box, whole_program, whole_S
 from rkgb.units import format_bytes
 
@@ -43,7 +45,7 @@ def draw_chain(k: K_graph) -> Any:
     s = _in_blocks(k.s)
     legend = "blue: forward · orange: backward · a block on its own: rkgb.print_graph(…, block=0)"
     picture = parts.new_picture(f"K graph: {len(s.nodes)} nodes, blocks: {len(s.blocks)}", legend)
-    K_overview(picture, k, s, classes(s))
+    stand(picture, _chain(k, s, classes(s), 0))
     return picture
 
 
@@ -55,7 +57,7 @@ def draw_block(g: S_graph | K_graph, b: int) -> Any:
         raise ValueError(f"block={b!r}: give a number from 0 to {len(s.blocks) - 1}, as in the chain of blocks")
     stage, legend = ("K", LEGEND_K) if isinstance(g, K_graph) else ("S", LEGEND_S)
     picture = parts.new_picture(f"{stage} graph: block {b} of 0 to {len(s.blocks) - 1}", legend)
-    _add_block(picture, g, s, b, classes(s))
+    stand(picture, [_panel(g, s, b, classes(s))])
     return picture
 
 
@@ -64,6 +66,17 @@ def _in_blocks(s: S_graph) -> S_graph:
     if len(s.blocks) < 2 and len(s.nodes) > LIMIT:
         return cut(s)
     return s if s.blocks else s.with_blocks(((0, len(s.nodes)),))
+
+
+def _chain(g: D_graph | S_graph | K_graph, s: S_graph, numbers: Sequence[int], others: float) -> list[Panel]:
+    """The chain of blocks, in several panels if it is long; ``others``: square points of what stands beside it."""
+    draw: Callable[..., tuple[list[str], str]]
+    if isinstance(g, K_graph):
+        size, draw = Size(70, 62, 440, 0), partial(K_overview, k=g, s=s, numbers=numbers)
+    else:
+        size, draw = Size(60, 62, 180, 0), partial(_overview, s=s, numbers=numbers)
+    spans = chain_pages(len(s.blocks), size, others)
+    return [Panel(size.base, size.height(stop - start), partial(draw, span=(start, stop))) for start, stop in spans]
 
 
 def _distinct(s: S_graph, g: D_graph | S_graph) -> Any:
@@ -75,20 +88,30 @@ def _distinct(s: S_graph, g: D_graph | S_graph) -> Any:
     picture = parts.new_picture(title, f"the chain, and the first block of each class · {legend}")
     # Lines a little less straight, for seconds instead of half a minute with some hundred nodes.
     picture.attr("graph", nslimit="4", mclimit="0.5")
-    _add_overview(picture, s, numbers)
-    for number in dict.fromkeys(numbers):
-        _add_block(picture, g, s, numbers.index(number), numbers)
+    panels = [_panel(g, s, numbers.index(number), numbers) for number in dict.fromkeys(numbers)]
+    stand(picture, [*_chain(g, s, numbers, sum(p.width * p.height for p in panels)), *panels])
     return picture
 
 
-def _add_block(picture: Any, g: D_graph | S_graph | K_graph, s: S_graph, b: int, numbers: Sequence[int]) -> None:
-    """Add block ``b`` of ``s`` as it looks in ``g``; ``numbers``: the class of each block."""
-    prefix, (start, stop), number = f"block{b}_", s.blocks[b], numbers[b]
-    more = numbers.count(number) - 1
-    title = f"class {number}: block {b}" + (f" and {more} more like it" if more else "")
+def _panel(g: D_graph | S_graph | K_graph, s: S_graph, b: int, numbers: Sequence[int]) -> Panel:
+    """Block ``b`` of ``s`` as it looks in ``g``; ``numbers``: the class of each block."""
+    more = numbers.count(numbers[b]) - 1
+    title = f"class {numbers[b]}: block {b}" + (f" and {more} more like it" if more else "")
+    nodes = s.nodes[slice(*s.blocks[b])]
+    stage = "K" if isinstance(g, K_graph) else "S" if isinstance(g, S_graph) else "D"
+    rows, size = sum(len(n.ops) for n in nodes) if stage == "D" else len(nodes), SIZES[stage]
+    draw = partial(_block, g=g, s=s, b=b, title=title, number=numbers[b])
+    return Panel(size.width(n.label for n in nodes), size.height(rows), draw)
+
+
+def _block(
+    picture: Any, g: D_graph | S_graph | K_graph, s: S_graph, b: int, title: str, number: int
+) -> tuple[list[str], str]:
+    """Add block ``b`` of class ``number`` as it looks in ``g``; returns the keys at its top and at its end."""
+    prefix, (start, stop) = f"block{b}_", s.blocks[b]
     if isinstance(g, K_graph):
-        add_frames(picture, g, [(start, stop, f"{title} · {stop - start} nodes", number)], prefix)
-        return
+        tops = add_page(picture, g, [(start, stop, f"{title} · {stop - start} nodes", number)], prefix)
+        return tops, f"{prefix}f{stop - 1}"
     chart = Flowchart(s.d, picture, prefix, s.shown if isinstance(g, S_graph) else {})
     if isinstance(g, S_graph):
         boxes = [S_box(s, i, chart) for i in range(start, stop)]
@@ -97,21 +120,24 @@ def _add_block(picture: Any, g: D_graph | S_graph | K_graph, s: S_graph, b: int,
         boxes = [node_box(g.nodes[op], chart, op) for op in ops]
     after = {v for node in s.nodes[stop:] for v in node.reads} | set(s.d.outputs)
     leaving = [v for node in s.nodes[start:stop] for v in node.makes if v in after]
-    chart.draw([Section(tuple(boxes), title, number)], leaving)
+    return chart.draw([Section(tuple(boxes), title, number)], leaving)
 
 
-def _add_overview(picture: Any, s: S_graph, numbers: Sequence[int]) -> None:
-    """Add one box for each block: its class and size, and the bytes that it and those before pass on."""
-    chain = parts.chain_frame()
-    for b, ((start, stop), number, passed) in enumerate(zip(s.blocks, numbers, interfaces(s), strict=True)):
+def _overview(picture: Any, s: S_graph, numbers: Sequence[int], span: tuple[int, int]) -> tuple[list[str], str]:
+    """Add one box for each block of ``span``: its class and size, and the bytes that it and those before pass on."""
+    chain = parts.chain_frame(span, len(s.blocks))
+    every = interfaces(s)
+    for b in range(*span):
+        (start, stop), number, passed = s.blocks[b], numbers[b], every[b]
         frame, background = parts.colours_of(number)
         size = f"{format_bytes(sum(s.d.storages[x].bytes for x in passed))} to later blocks" if passed else ""
         text = parts.label(f"block {b}, class {number}", f"{stop - start} nodes", size)
         tooltip = ", ".join(node.label for node in s.nodes[start:stop])
         parts.add_box(chain, f"chain{b}", text, tooltip, background, color=frame, penwidth="1.5")
-        if b:
+        if b > span[0]:
             chain.edge(f"chain{b - 1}", f"chain{b}")
     picture.subgraph(chain)
+    return [f"chain{span[0]}"], f"chain{span[1] - 1}"
 
 
 def _by_line(g: B_graph) -> Any:

@@ -13,6 +13,7 @@ from rkgb.blocks.summary import interfaces
 from rkgb.graphs import S_graph
 from rkgb.Ktools import K_graph
 from rkgb.render import parts
+from rkgb.render.columns import SIZES, crossing, new_column, pages
 from rkgb.render.program import titled
 from rkgb.units import format_bytes, format_time
 
@@ -24,27 +25,42 @@ _READ, _SAVED = "#4878a8", "#c06a2b"
 
 
 def whole_K(k: K_graph) -> Any:
-    """All forwards, data and backwards of a K graph, and the loss at the turn."""
+    """All forwards, data and backwards of a K graph, and the loss at the turn, in columns."""
     forward, backward = times_of(k, 0, len(k.nodes))
     backwards = sum(n.backward is not None for n in k.nodes)
     title = f"K graph: {len(k.nodes)} forwards, {format_time(forward)}; {backwards} backwards, {format_time(backward)}"
     picture = parts.new_picture(title, LEGEND_K)
-    frames = []
-    for a, b, name, number in titled(k.s):
-        times = times_of(k, a, b)
-        frames.append((a, b, f"{name} · forward {format_time(times[0])}, backward {format_time(times[1])}", number))
-    add_frames(picture, k, frames, "")
-    roots = set(k.usage.root_values(k.s.d))
-    ends = [i for i, n in enumerate(k.nodes) if n.backward and roots.intersection(k.s.nodes[i].makes)]
-    _add_loss(picture, "loss", [f"d{d}" for d in k.outputs], [f"b{i}" for i in ends])
+    blocks = k.s.blocks or ((0, len(k.nodes)),)
+    reads = [(*n.reads, *(n.backward.reads if n.backward else ())) for n in k.nodes]
+    passes = crossing(reads, [n.makes for n in k.nodes], blocks)
+    spans = pages(len(k.nodes), SIZES["K"].columns(len(k.nodes), (n.name for n in k.nodes)), passes)
+    for j, (start, stop) in enumerate(spans):
+        frames = []
+        for a, b, name, number in titled(k.s, blocks, start, stop):
+            times = times_of(k, a, b)
+            title = f"{name} · forward {format_time(times[0])}, backward {format_time(times[1])}"
+            frames.append((a, b, title, number))
+        prefix, wanted = f"column{j}_" if j else "", k.outputs if stop == len(k.nodes) else ()
+        with new_column(picture, j, len(spans)) as column:
+            add_page(column, k, frames, prefix, wanted)
+            if stop == len(k.nodes):
+                roots = set(k.usage.root_values(k.s.d))
+                ends = [i for i in range(start, stop) if k.nodes[i].backward and roots.intersection(k.s.nodes[i].makes)]
+                returned = [f"{prefix}d{d}" for d in k.outputs]
+                _add_loss(column, f"{prefix}loss", returned, [f"{prefix}b{i}" for i in ends])
     return picture
 
 
-def add_frames(where: Any, k: K_graph, frames: Sequence[tuple[int, int, str, int]], prefix: str) -> None:
-    """Add consecutive nodes in ``frames`` (first node, the one behind the last, title, class), below what they read."""
+def add_page(
+    where: Any, k: K_graph, frames: Sequence[tuple[int, int, str, int]], prefix: str, wanted: Sequence[int] = ()
+) -> list[str]:
+    """Add consecutive nodes in ``frames`` (first node, the one behind the last, title, class), below what they read.
+
+    ``wanted``: data that must be there, too. Returns the keys at the top.
+    """
     start, stop = frames[0][0], frames[-1][1]
     read = {d for n in k.nodes[start:stop] for d in (*n.reads, *(n.backward.reads if n.backward else ()))}
-    entering = sorted(d for d in read if not start <= k.data[d].owner < stop)
+    entering = sorted(d for d in read.union(wanted) if not start <= k.data[d].owner < stop)
     for first, end, title, number in frames:
         block = parts.new_block(f"{prefix}{first}", title, number)
         if first == start:
@@ -53,13 +69,14 @@ def add_frames(where: Any, k: K_graph, frames: Sequence[tuple[int, int, str, int
                 for d in entering:
                     _add_data(row, k, d, prefix, start, stop)
             for d in entering:
-                parts.put_below(block, f"{prefix}d{d}", f"{prefix}f{start}")
+                parts.put_below(block, f"{prefix}d{d}", [f"{prefix}f{start}"])
         _add_rows(block, k, first, end, prefix, (start, stop))
         where.subgraph(block)
     _add_edges(where, k, start, stop, prefix)
     for i, j in itertools.pairwise(range(start, stop)):  # forwards, and backwards, straight below each other, in order
         where.edge(f"{prefix}f{i}", f"{prefix}f{j}", style="invis", weight="20")
         where.edge(f"{prefix}b{i}", f"{prefix}b{j}", style="invis", weight="20")
+    return [f"{prefix}d{d}" for d in entering] or [f"{prefix}f{start}"]
 
 
 def _add_loss(picture: Any, key: str, outputs: Sequence[str], backwards: Sequence[str]) -> None:
@@ -151,12 +168,19 @@ def times_of(k: K_graph, start: int, stop: int) -> tuple[int, int]:
     return sum(n.time for n in nodes), sum(n.backward.time for n in nodes if n.backward)
 
 
-def K_overview(picture: Any, k: K_graph, s: S_graph, numbers: Sequence[int]) -> None:
-    """Add blocks as one row each: forward, what it makes that backwards read, backward; the loss below the last one."""
-    chain, last = parts.chain_frame("the chain of blocks, and what backwards read"), len(s.blocks) - 1
+def K_overview(
+    picture: Any, k: K_graph, s: S_graph, numbers: Sequence[int], span: tuple[int, int]
+) -> tuple[list[str], str]:
+    """Add blocks as one row each: forward, what it makes that backwards read, backward; the loss below the last one.
+
+    ``span``: the first block and the one behind the last. Returns the keys at the top and the end.
+    """
+    title = "the chain of blocks" + ("" if span[0] else ", and what backwards read")
+    chain, last = parts.chain_frame(span, len(s.blocks), title), span[1] - 1
     saved = {d for n in k.nodes if n.backward for d in n.backward.reads}
     passed = interfaces(s)
-    for b, ((start, stop), number) in enumerate(zip(s.blocks, numbers, strict=True)):
+    for b in range(*span):
+        (start, stop), number = s.blocks[b], numbers[b]
         frame, background = parts.colours_of(number)
         kept = sum(k.data[d].bytes for n in k.nodes[start:stop] for d in n.makes if d in saved)
         forward, backward = map(format_time, times_of(k, start, stop))
@@ -174,11 +198,13 @@ def K_overview(picture: Any, k: K_graph, s: S_graph, numbers: Sequence[int]) -> 
             parts.add_box(row, f"b_chain{b}", text, f"the backward of block {b}", fill, group="chain_backward", **look)
             row.edge(f"f_chain{b}", f"d_chain{b}", color=_READ)
             row.edge(f"d_chain{b}", f"b_chain{b}", color=_SAVED)
-        if b:
+        if b > span[0]:
             before = passed[b - 1]
             size = format_bytes(sum(s.d.storages[x].bytes for x in before))
             text = f" {size}" + (f" in {len(before)} tensors" if len(before) > 1 else "")
             chain.edge(f"f_chain{b - 1}", f"f_chain{b}", color=_READ, weight="20", label=text)
             chain.edge(f"b_chain{b - 1}", f"b_chain{b}", dir="back", style="dashed", color=_SAVED, weight="20")
-    _add_loss(chain, "loss_chain", [f"f_chain{last}"], [f"b_chain{last}"])
+    if last == len(s.blocks) - 1:
+        _add_loss(chain, "loss_chain", [f"f_chain{last}"], [f"b_chain{last}"])
     picture.subgraph(chain)
+    return [f"f_chain{span[0]}"], f"f_chain{last}"

@@ -125,9 +125,11 @@ def new_block(name: str, title: str, number: int, *lines: str) -> Any:
     return block
 
 
-def chain_frame(title: str = "the chain of blocks") -> Any:
-    """The frame of the chain."""
-    return new_block("chain", title, len(CLASSES) - 1)
+def chain_frame(span: tuple[int, int], blocks: int, title: str = "the chain of blocks") -> Any:
+    """The frame of a part of the chain: ``span`` of ``blocks`` blocks."""
+    start, stop = span
+    which = "" if stop - start == blocks else f": {start} to {stop - 1} of 0 to {blocks - 1}"
+    return new_block(f"chain{start}", title + which, len(CLASSES) - 1)
 
 
 def add_box(picture: Any, key: str, text: str, tooltip: str, fill: str, **more: str) -> None:
@@ -141,6 +143,7 @@ def add_data(picture: Any, key: str, text: str, tooltip: str, fill: str, **more:
     picture.node(key, text, fillcolor=fill, tooltip=tip(tooltip), **form)
 
 
-def put_below(picture: Any, above: str, key: str) -> None:
-    """Place the box ``key``, with all that follows it, straight below the box ``above``."""
-    picture.edge(above, key, style="invis")
+def put_below(picture: Any, above: str, tops: Iterable[str], weight: int = 1) -> None:
+    """Place the boxes ``tops``, with all that follows them, below the box ``above``; straight, unless of no weight."""
+    for key in tops:
+        picture.edge(above, key, style="invis", weight=str(weight))

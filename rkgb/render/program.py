@@ -6,13 +6,14 @@ operation share one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rkgb.blocks.classes import classes
 from rkgb.graphs import B_graph, D_graph, Node, S_graph, Value
 from rkgb.render import parts
+from rkgb.render.columns import SIZES, crossing, new_column, pages
 from rkgb.units import format_bytes
 
 LEGEND = "box: operation · ellipse: data that enters or leaves · cylinder: parameters (yellow), buffers (violet)"
@@ -64,8 +65,8 @@ class Flowchart:
         """What is known of values: in B nothing."""
         return self.g.values if isinstance(self.g, D_graph) else {}
 
-    def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> None:
-        """Draw ``sections`` one below the other, then the values ``leaving``."""
+    def draw(self, sections: Sequence[Section], leaving: Sequence[int]) -> tuple[list[str], str]:
+        """Draw ``sections`` one below the other, then the values ``leaving``. Returns keys of the top and the end."""
         frames = [
             self.picture
             if section.number is None
@@ -79,23 +80,25 @@ class Flowchart:
                 self.home.update(dict.fromkeys(box.makes, k))
                 for v in box.reads:
                     self.readers.setdefault(v, []).append((k, j))
-        ends = [self._key(k, len(section.boxes) - 1) for k, section in enumerate(sections)]
-        for k, end in enumerate(ends[:-1]):
-            parts.put_below(self.picture, end, self._key(k + 1, 0))
-        self._enter(frames, ends, leaving)
+        self._enter(frames, leaving)
         self._edges(sections)
+        tops = [self._tops(sections, k) for k in range(len(sections))]
+        ends = [self._key(k, len(section.boxes) - 1) for k, section in enumerate(sections)]
+        for above, below in zip(ends, tops[1:], strict=False):
+            parts.put_below(self.picture, above, below)
         for v in dict.fromkeys(leaving):
-            key = f"{self.prefix}out{v}"
-            self._leave(frames[self.home[v]] if v in self.home else self.picture, key, v)
-            self.picture.edge(self.keys[v], key)
+            ends.append(f"{self.prefix}out{v}")
+            self._leave(frames[self.home[v]] if v in self.home else self.picture, ends[-1], v)
+            self.picture.edge(self.keys[v], ends[-1])
         for section, frame in zip(sections, frames, strict=True):
             if section.number is not None:
                 self.picture.subgraph(frame)
+        return tops[0], ends[-1]
 
     def _key(self, k: int, j: int) -> str:
         return f"{self.prefix}n{k}_{j}"
 
-    def _enter(self, frames: Sequence[Any], ends: Sequence[str], leaving: Sequence[int]) -> None:
+    def _enter(self, frames: Sequence[Any], leaving: Sequence[int]) -> None:
         """Add an ellipse for each value that no box makes; parameters and buffers of one box share a cylinder."""
         groups: dict[object, list[int]] = {}
         for v in [v for v in dict.fromkeys((*self.readers, *leaving)) if v not in self.keys]:
@@ -105,10 +108,8 @@ class Flowchart:
         for members in groups.values():
             key = f"{self.prefix}v{members[0]}"
             self.keys.update(dict.fromkeys(members, key))
-            first, *others = sorted({k for v in members for k, _ in self.readers.get(v, ())}) or (0, 0)
-            self._source(self.picture if others else frames[first], key, members)
-            if first and not others:
-                parts.put_below(self.picture, ends[first - 1], key)
+            where = {k for v in members for k, _ in self.readers.get(v, ())}
+            self._source(frames[where.pop()] if len(where) == 1 else self.picture, key, members)
 
     def _edges(self, sections: Sequence[Section]) -> None:
         """Add an edge to each box from what it reads, with the value's name if its maker has several results."""
@@ -127,7 +128,17 @@ class Flowchart:
                     self.picture.edge(self.keys[v], self._key(k, j), tooltip=tip, labeltooltip=tip, **more)
                 alone = not any(v in self.home for v in box.reads) and not any(v in self.readers for v in box.makes)
                 if j and alone:  # nothing but its place in the program says where it belongs
-                    parts.put_below(self.picture, self._key(k, j - 1), self._key(k, j))
+                    parts.put_below(self.picture, self._key(k, j - 1), [self._key(k, j)])
+
+    def _tops(self, sections: Sequence[Section], k: int) -> list[str]:
+        """The keys at the top of section k to which no edge of the picture leads."""
+        before = {v for section in sections[:k] for box in section.boxes for v in box.reads}
+        tops = []
+        for j, box in enumerate(sections[k].boxes[:3]):  # what is further down follows by itself
+            if not any(v in self.keys and self.home.get(v, k) == k for v in box.reads):
+                tops.append(self._key(k, j))
+            tops += [self.keys[v] for v in box.reads if v not in self.home and v not in before]
+        return list(dict.fromkeys(tops))
 
     def _source(self, where: Any, key: str, members: Sequence[int]) -> None:
         sources = [self.g.sources.get(v) for v in members]
@@ -180,12 +191,28 @@ class Flowchart:
 
 
 def whole_program(g: B_graph | D_graph) -> Any:
-    """All operations of a B or D graph."""
+    """All operations of a B or D graph, in columns."""
     stage = "B" if isinstance(g, B_graph) else "D"
     picture = parts.new_picture(f"{stage} graph: {len(g.nodes)} operations", LEGEND)
-    chart = Flowchart(g, picture)
-    chart.draw([Section(tuple(node_box(node, chart, op) for op, node in enumerate(g.nodes)))], g.outputs)
+    names = g.names if isinstance(g, B_graph) else [n.label for n in g.nodes]
+    reads, makes = [n.reads() for n in g.nodes], [n.outputs for n in g.nodes]
+    spans = pages(len(g.nodes), SIZES[stage].columns(len(g.nodes), names), crossing(reads, makes))
+    for k, (start, stop) in enumerate(spans):
+        with new_column(picture, k, len(spans)) as column:
+            chart = Flowchart(g, column, f"column{k}_" if k else "")
+            boxes = tuple(node_box(g.nodes[op], chart, op) for op in range(start, stop))
+            chart.draw([Section(boxes)], _leaving(reads, makes, start, stop, g.outputs))
     return picture
+
+
+def _leaving(
+    reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], start: int, stop: int, outputs: Sequence[int]
+) -> list[int]:
+    """The values that computations ``start`` to ``stop`` make and later ones read; outputs, behind the last one all."""
+    after = {v for values in reads[stop:] for v in values} | set(outputs)
+    leaving = [v for values in makes[start:stop] for v in values if v in after]
+    made = {v for values in makes for v in values}
+    return leaving if stop < len(makes) else [*leaving, *(v for v in outputs if v not in made)]
 
 
 def node_box(node: Node, chart: Flowchart, index: int) -> Box:
@@ -201,20 +228,30 @@ def node_box(node: Node, chart: Flowchart, index: int) -> Box:
 
 
 def whole_S(s: S_graph) -> Any:
-    """All nodes of an S graph, block below block."""
-    frames = titled(s)
-    picture = parts.new_picture(f"S graph: {len(s.nodes)} nodes, blocks: {len(frames)}", LEGEND_S)
-    chart = Flowchart(s.d, picture, "", s.shown)
-    boxes = [S_box(s, i, chart) for i in range(len(s.nodes))]
-    chart.draw([Section(tuple(boxes[a:b]), title, number) for a, b, title, number in frames], s.d.outputs)
+    """All nodes of an S graph, block below block, in columns."""
+    blocks = s.blocks or ((0, len(s.nodes)),)
+    picture = parts.new_picture(f"S graph: {len(s.nodes)} nodes, blocks: {len(blocks)}", LEGEND_S)
+    reads, makes = [n.reads for n in s.nodes], [n.makes for n in s.nodes]
+    count = SIZES["S"].columns(len(s.nodes), (n.label for n in s.nodes))
+    spans = pages(len(s.nodes), count, crossing(reads, makes, blocks))
+    for k, span in enumerate(spans):
+        with new_column(picture, k, len(spans)) as column:
+            chart = Flowchart(s.d, column, f"column{k}_" if k else "", s.shown)
+            sections = [
+                Section(tuple(S_box(s, i, chart) for i in range(start, stop)), title, number)
+                for start, stop, title, number in titled(s, blocks, *span)
+            ]
+            chart.draw(sections, _leaving(reads, makes, *span, s.d.outputs))
     return picture
 
 
-def titled(s: S_graph) -> list[tuple[int, int, str, int]]:
-    """The blocks of ``s``: their nodes, titles and classes."""
-    s = s if s.blocks else s.with_blocks(((0, len(s.nodes)),))
-    numbered = enumerate(zip(s.blocks, classes(s), strict=True))
-    return [(start, stop, f"block {b}, class {number}", number) for b, ((start, stop), number) in numbered]
+def titled(s: S_graph, blocks: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int, str, int]]:
+    """The parts of ``blocks`` between two nodes: their nodes, titles and classes."""
+    numbers = classes(s.with_blocks(tuple(blocks)))
+    for b, ((first, end), number) in enumerate(zip(blocks, numbers, strict=True)):
+        if max(first, start) < min(end, stop):
+            more = " (continued)" if first < start else ""
+            yield max(first, start), min(end, stop), f"block {b}, class {number}{more}", number
 
 
 def S_box(s: S_graph, i: int, chart: Flowchart) -> Box:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from rkgb.graphs import S_graph
 from rkgb.render import parts
+from rkgb.render.columns import Panel, Size, chain_pages, stand
 from rkgb.units import format_time
 from rockmate.budget import show_bytes
 from rockmate.planning.report import BlockChoice, Fate, block_choices, fates
@@ -28,6 +29,8 @@ LEGEND = (
     (COLOURS["free"], "not needed by the backward"),
     (parts.LOSS, "the loss"),
 )
+
+CHAIN, BLOCK = Size(70, 78, 260, 0), Size(90, 58, 200, 8)
 
 
 @dataclass(frozen=True)
@@ -74,23 +77,33 @@ def draw_plan(drawn: Drawn, title: str, facts: str) -> Any:
     for b, block in enumerate(drawn.problem.blocks):
         treated = tuple((f.kept, len(f.again)) for f in drawn.fates[block.start : block.stop])
         distinct.setdefault((block.kind, treated), []).append(b)
-    _add_chain(picture, drawn)
+    panels = []
     for alike in distinct.values():
-        _add_block(picture, drawn, alike)
+        block = drawn.problem.blocks[alike[0]]
+        names = [node.name for node in drawn.problem.nodes[block.start : block.stop]]
+        add = partial(_add_block, drawn=drawn, b=alike[0], alike=alike)
+        panels.append(Panel(BLOCK.width(names), BLOCK.height(len(names)), add))
+    spans = chain_pages(len(drawn.problem.blocks), CHAIN, sum(p.width * p.height for p in panels))
+    chain = [Panel(CHAIN.base, CHAIN.height(b - a), partial(_add_chain, drawn=drawn, span=(a, b))) for a, b in spans]
+    stand(picture, [*chain, *panels])
     return picture
 
 
-def _add_chain(picture: Any, drawn: Drawn) -> None:
-    """Add the chain of blocks, and the loss behind the last one."""
-    chain, blocks = parts.chain_frame(), drawn.problem.blocks
-    keys = [f"chain{b}" for b in range(len(blocks))]
-    for b, key in enumerate(keys):
+def _add_chain(picture: Any, drawn: Drawn, span: tuple[int, int]) -> tuple[list[str], str]:
+    """Add the blocks of ``span``, and the loss behind the last one; the keys at the top and the end."""
+    blocks, (start, stop) = drawn.problem.blocks, span
+    chain = parts.chain_frame(span, len(blocks))
+    keys = [f"chain{b}" for b in range(start, stop)]
+    for b, key in zip(range(start, stop), keys, strict=True):
         _add_block_box(chain, drawn, b, key)
-    peak = f"the peak: {drawn.peak[1]}" if drawn.peak[0] == len(blocks) else ""
-    parts.add_box(chain, "loss", parts.label("loss", peak), "the gradients of the outputs arrive", parts.LOSS)
-    for above, below in itertools.pairwise([*keys, "loss"]):
+    if stop == len(blocks):
+        keys.append("loss")
+        peak = f"the peak: {drawn.peak[1]}" if drawn.peak[0] == len(blocks) else ""
+        parts.add_box(chain, keys[-1], parts.label("loss", peak), "the gradients of the outputs arrive", parts.LOSS)
+    for above, below in itertools.pairwise(keys):
         chain.edge(above, below, weight="20")
     picture.subgraph(chain)
+    return keys[:1], keys[-1]
 
 
 def _add_block_box(chain: Any, drawn: Drawn, b: int, key: str) -> None:
@@ -132,26 +145,31 @@ def _share(drawn: Drawn, choice: BlockChoice) -> str:
     return f"{100 * choice.time / eager:+.1f} %" if eager else format_time(choice.time)
 
 
-def _add_block(picture: Any, drawn: Drawn, alike: Sequence[int]) -> None:
-    """Add the operations of the first of blocks that are ``alike``, with what they read of other blocks."""
-    b = alike[0]
+def _add_block(picture: Any, drawn: Drawn, b: int, alike: Sequence[int]) -> tuple[list[str], str]:
+    """Add the operations of block b, with what they read of other blocks; the keys at the top and the end.
+
+    ``alike``: it, and others like it.
+    """
     block, choice = drawn.problem.blocks[b], drawn.choices[b]
     said = drawn.keeps(b)
     said += f" · runs again: {choice.reruns}, {_share(drawn, choice)}" if choice.reruns else " · nothing runs again"
     others = f"the same: {'block' if len(alike) == 2 else 'blocks'} {_ranges(alike[1:])}" if len(alike) > 1 else ""
     frame = parts.new_block(f"block{b}", drawn.title(b), block.kind, said, others)
+    tops: dict[str, None] = {}
     for i in range(block.start, block.stop):
         _add_operation(frame, drawn, i)
-        if not _add_reads(frame, drawn, i, b) and i > block.start:
-            # nothing but its place in the program says where it belongs
-            parts.put_below(frame, f"n{i - 1}", f"n{i}")
+        before = _add_reads(frame, drawn, i, b)
+        tops.update(dict.fromkeys(key for key in before if f"b{b}_" in key))
+        if not before and i == block.start:
+            tops[f"n{i}"] = None
+        elif not before:  # nothing but its place in the program says where it belongs
+            parts.put_below(frame, f"n{i - 1}", [f"n{i}"])
     picture.subgraph(frame)
+    return list(tops), f"n{block.stop - 1}"
 
 
-def _add_reads(frame: Any, drawn: Drawn, i: int, b: int) -> bool:
-    """Add edges to node i of block b from what it reads, with ellipses for what enters the block; whether there are
-    any.
-    """
+def _add_reads(frame: Any, drawn: Drawn, i: int, b: int) -> list[str]:
+    """Add edges to node i of block b from what it reads, with ellipses for what enters the block; keys of all."""
     s, start = drawn.s, drawn.problem.blocks[b].start
     keys: dict[str, None] = {}
     for v in s.nodes[i].reads:
@@ -167,7 +185,7 @@ def _add_reads(frame: Any, drawn: Drawn, i: int, b: int) -> bool:
             parts.add_data(frame, f"b{b}_v{v}", text, f"input {s.shown[v]}", parts.OUTPUT)
     for key in keys:
         frame.edge(key, f"n{i}")
-    return bool(keys)
+    return list(keys)
 
 
 def _add_operation(frame: Any, drawn: Drawn, i: int) -> None:
