@@ -19,6 +19,7 @@ def load_tokens(vocabulary: int = 1024) -> torch.Tensor:
         ValueError: ``vocabulary`` is smaller than the number of distinct bytes.
     """
     raw = (files("rockmate.demo") / "data" / "shakespeare.txt").read_bytes()
+    ids: torch.Tensor
     alphabet, ids = torch.unique(torch.frombuffer(bytearray(raw), dtype=torch.uint8), return_inverse=True)
     if vocabulary < len(alphabet):
         raise ValueError(f"vocabulary is {vocabulary}, but the text alone has {len(alphabet)} distinct bytes")
