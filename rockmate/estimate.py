@@ -8,20 +8,17 @@ from typing import Any
 
 import torch
 
-import rockmate.follow.fitted as followed
-import rockmate.planning.planner as captured
-from rkgb.cost.extrapolate import FEWEST
 from rkgb.errors import GraphError
 from rkgb.sample import Sample
 from rockmate.budget import parse_budget, show_at_least, show_bytes
 from rockmate.calls.attachment import Attachment
 from rockmate.errors import BudgetError, CannotBeCalledError, InputError
+from rockmate.fitted import FEWEST, FittedStep, Point, point_of
 from rockmate.follow.known import Known
 from rockmate.growing import Growing, checked_dims, checked_sizes
 from rockmate.memory import rest_of
 from rockmate.planning.checks import checked_call
 from rockmate.planning.options import PlanOptions, options_of
-from rockmate.planning.planner import Planner
 from rockmate.progress import Progress, Report
 from rockmate.signed import called_right
 from solvers import Schedule, walk
@@ -135,7 +132,7 @@ def estimate(
     wanted = checked_sizes(sizes, call)
     with Heeded(), Progress(progress) as report:
         known = _Sizes(_measured(model, call, options, report), report)
-        small = _Small(known, lambda size: _fitted([*_points(model, call, [size], options, report)], report)(size))
+        small = _Small(known, lambda size: FittedStep(size, [*_points(model, call, [size], options, report)], report))
         available = plain = largest = None
         if limit is not None:
             room = limit.bytes(known.at(known.measured[0]), lambda device: rest_of([model], device).room(device))
@@ -151,36 +148,26 @@ def estimate(
         return Estimate(found, available, largest, plain, known.measured, *known.rough(wanted[-1]))
 
 
-StepOfSize = captured.FittedStep | followed.FittedStep
-"""A step of one size; memory in bytes. ``reserved``: taken off each budget. ``eager_peak``: the budget from which
-nothing runs again. ``peak``: what the step takes then. ``least``: the smallest budget of a plan, and its schedule.
-``rough``: names of what follows no function of the size. ``kernels``: of convolutions, by name.
-"""
-
-_Point = tuple[int, Planner | Known]
-"""A size, and its graph or followed step, measured."""
-
-
 def _points(
     model: torch.nn.Module, call: Growing, sizes: Sequence[int], options: PlanOptions, report: Report
-) -> Iterator[_Point]:
+) -> Iterator[Point]:
     """These sizes, measured. Raises ``CannotBeCalledError`` where the model does not take the next one."""
     probe = Attachment.probe(model, options, progress=False)
     for k, size in enumerate(sizes):
         report(f"measure, size {size}", k / len(sizes))
         probe.families.clear()  # so that no size stands for another one
         probe.plan_for(call.at(size))
-        yield size, probe.planned
+        yield point_of(size, probe.planned)
         if isinstance(probe.planned, Known):  # a call that is followed is planned once
             probe = Attachment.probe(model, options, progress=False)
 
 
-def _measured(model: torch.nn.Module, call: Growing, options: PlanOptions, report: Report) -> list[_Point]:
+def _measured(model: torch.nn.Module, call: Growing, options: PlanOptions, report: Report) -> list[Point]:
     """The sizes that are run, rising: they do not depend on what is asked, so that a size has one answer. The sample
     may be too small to be like the others, and is left out then.
     """
     step = call.size  # multiples, since sizes that are halved in the model stay whole
-    points: list[_Point] = []
+    points: list[Point] = []
     while len(points) < MEASURED:
         points.clear()
         tried = range(call.size, call.size + MEASURED * step, step)
@@ -197,9 +184,9 @@ def _measured(model: torch.nn.Module, call: Growing, options: PlanOptions, repor
                     "is possible"
                 ) from error
             step //= 2
-    alike = [(size, found) for size, found in points if _alike(found, points[-1][1])]
+    alike = [point for point in points if point.form == points[-1].form]
     if len(alike) < FEWEST:
-        sizes = ", ".join(str(size) for size, _ in points)
+        sizes = ", ".join(str(point.size) for point in points)
         raise InputError(
             f"what the model computes changes with the size: its graphs at the sizes {sizes} are not the same "
             f"operations. {call.said()}. Give a larger sample, from whose size on the operations stay the same; if "
@@ -208,29 +195,18 @@ def _measured(model: torch.nn.Module, call: Growing, options: PlanOptions, repor
     return alike
 
 
-def _alike(a: Planner | Known, b: Planner | Known) -> bool:
-    """Whether two sizes compute the same operations."""
-    if isinstance(a, Planner) and isinstance(b, Planner):
-        return captured.alike(a, b)
-    return isinstance(a, Known) and isinstance(b, Known) and a.found.is_like(b.found)
-
-
-def _fitted(points: list[_Point], report: Report) -> Callable[[int], StepOfSize]:
-    """Steps at any size, from ``points``, which are alike."""
-    sizes = [size for size, _ in points]
-    planners = [found for _, found in points if isinstance(found, Planner)]
-    if planners:
-        return captured.fitted_steps(sizes, planners, report)
-    return followed.fitted_steps(sizes, [found for _, found in points if isinstance(found, Known)])
-
-
 class _Sizes:
     """Steps of any size, fitted to the ``points`` that were measured, and the schedules that were found for some."""
 
-    def __init__(self, points: list[_Point], report: Report) -> None:
-        self.measured, self.report, self._fitted = tuple(size for size, _ in points), report, _fitted(points, report)
-        self._steps: dict[int, StepOfSize] = {}
+    def __init__(self, points: list[Point], report: Report) -> None:
+        self.points, self.report = points, report
+        self._steps: dict[int, FittedStep] = {}
         self._schedules: dict[int, Schedule] = {}  # of the smallest budgets
+
+    @property
+    def measured(self) -> tuple[int, ...]:
+        """The sizes of these points."""
+        return tuple(point.size for point in self.points)
 
     def rough(self, size: int) -> tuple[tuple[str, ...], int]:
         """Names of what has no function, in the order of the graph, and then of convolutions whose kernel did not run;
@@ -245,11 +221,11 @@ class _Sizes:
             return names, 0
         return names, 1 + (_largest(max(others.values()), size, lambda n: self.at(n).kernels != wanted) or 0)
 
-    def at(self, size: int) -> StepOfSize:
+    def at(self, size: int) -> FittedStep:
         """A step of ``size``, whose figures are fitted."""
         if size not in self._steps:
             self.report(f"size {size}, fit", 0.0)
-            self._steps[size] = self._fitted(size)
+            self._steps[size] = FittedStep(size, self.points, self.report)
         return self._steps[size]
 
     def least(self, size: int) -> int:
@@ -270,11 +246,11 @@ class _Small:
     ``run``, or is one of ``known`` where the model does not take it.
     """
 
-    def __init__(self, known: _Sizes, run: Callable[[int], StepOfSize]) -> None:
+    def __init__(self, known: _Sizes, run: Callable[[int], FittedStep]) -> None:
         self.known, self.run = known, run
-        self._steps: dict[int, StepOfSize] = {}
+        self._steps: dict[int, FittedStep] = {}
 
-    def at(self, size: int) -> StepOfSize:
+    def at(self, size: int) -> FittedStep:
         if size not in self._steps:
             try:
                 self._steps[size] = self.run(size)

@@ -104,6 +104,12 @@ class Problem:
         """Nanoseconds of the step without recomputation."""
         return sum(n.time + (n.backward.time if n.backward else 0) for n in self.nodes)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What is equal in problems that differ in bytes and times only, so that schedules of one are of the other."""
+        nodes = tuple((n.reads, n.makes, n.rerun, n.backward and n.backward.reads) for n in self.nodes)
+        return nodes, tuple(d.owner for d in self.data), self.held, self.returned
+
     def backward_order(self) -> list[int]:
         """Nodes with a backward, in the order in which backwards run."""
         return [i for i in reversed(range(len(self.nodes))) if self.nodes[i].backward]

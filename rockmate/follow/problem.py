@@ -31,14 +31,14 @@ class FollowedProblem:
     kept: frozenset[int]
     outputs: frozenset[int]
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What is equal in those that differ in bytes and times only."""
+        return self.datum_of, self.ops_of, self.step_of, self.kept, self.problem.form
+
     def is_like(self, other: FollowedProblem) -> bool:
-        """Whether it differs from ``other`` in bytes and times only, so that schedules of one are of the other, too."""
-        mine, theirs = (
-            [f.datum_of, f.ops_of, f.step_of, f.kept, f.problem.held, f.problem.returned]
-            + [(n.reads, n.makes, n.rerun, n.backward and n.backward.reads) for n in f.problem.nodes]
-            for f in (self, other)
-        )
-        return mine == theirs
+        """Whether schedules of one are of the other, too."""
+        return self.form == other.form
 
     def has_nodes_of(self, other: FollowedProblem) -> bool:
         """Whether its nodes are those of ``other``, though a loss may use what forward returned in another way."""

@@ -276,7 +276,16 @@ class PlanFinder:
 
         A loss that the module returns has a gradient of its own, which the caller's ``backward()`` makes.
         """
+        return walk(self.usual_problem, solution.schedule).peak + self.beside_predicted
+
+    @property
+    def usual_problem(self) -> Problem:
+        """The problem with the loss that predictions are for."""
+        return usual_problem(self.problem, self.graphs.K, self.room)
+
+    @property
+    def beside_predicted(self) -> int:
+        """Bytes beside that problem."""
         d, usage = self.graphs.D, self.graphs.K.usage
         losses = sum(d.values[v].bytes for v in usage.root_values(d) if not d.values[v].shape)
-        walked = walk(usual_problem(self.problem, self.graphs.K, self.room), solution.schedule)
-        return walked.peak + losses + self.room.predicted_kept + self.beside
+        return losses + self.room.predicted_kept + self.beside

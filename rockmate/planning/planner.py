@@ -1,19 +1,15 @@
-"""Planners for other uses of the outputs, for other sizes, and with costs that are measured anew; and for sizes that
-never ran, from those of a few small sizes.
-"""
+"""Planners for other uses of the outputs, for other sizes, and with costs that are measured anew."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from rkgb.cost.extrapolate import Extrapolated, Measured, convolution_kernels, extrapolated, form
 from rkgb.cost.measure import Known
 from rkgb.cost.usage import Usage
 from rkgb.graphs import S_graph
@@ -23,8 +19,8 @@ from rockmate.planning.finder import CARRIED, LITTLE, PlanFinder
 from rockmate.planning.kept import Bounded
 from rockmate.planning.plan import Plan
 from rockmate.planning.problem import Room, bytes_of_outputs, declared_room, grown, problem_of, usual_room, wider
-from rockmate.progress import Report, part_of, silent
-from solvers import Bwd, ChainPlan, Options, Problem, Schedule, ScheduleError, keep_everything, walk, with_deletes
+from rockmate.progress import silent
+from solvers import Bwd, ChainPlan, Options, Schedule, ScheduleError, walk, with_deletes
 
 
 def missing_gradients(model: torch.nn.Module) -> frozenset[str]:
@@ -171,70 +167,3 @@ class Planner(PlanFinder):
 def phase_of(known: Known, before: int = 0) -> str:
     """What it is called that costs became ``known``, of which ``before`` were measured."""
     return "load" if known.own and known.measurings == before else "measure"
-
-
-class FittedStep:
-    """A step of one size, as ``rockmate.estimate.StepOfSize``. ``like``: the planner of a size that was measured."""
-
-    def __init__(self, like: Planner, found: Extrapolated) -> None:
-        self.like, self.found, self.rough = like, found, found.rough
-
-    @cached_property
-    def planner(self) -> Planner:
-        """With the costs that were fitted; nothing runs. The backward makes the gradients that it makes in ``like``."""
-        like, known, k = self.like, Known(self.found.costs.__getitem__), self.like.graphs.K
-        k = make_K(self.found.s, torch.nn.Module(), [], like.options.costs, k.usage, known, k.missing)
-        room = usual_room(k, like.options.loss_memory)
-        return like.with_costs(k, room, known, self.found.classes, saved=None, scaled=False, solved={})
-
-    @property
-    def problem(self) -> Problem:
-        return self.planner.problem
-
-    @property
-    def reserved(self) -> int:
-        return self.planner.reserved
-
-    @property
-    def device(self) -> torch.device:
-        return self.planner.device
-
-    @property
-    def eager_peak(self) -> int:
-        return self.planner.eager_peak
-
-    @property
-    def peak(self) -> int:
-        schedule = keep_everything(self.problem)
-        return self.planner.predicted_peak(ChainPlan(schedule, walk(self.problem, schedule), "keep everything"))
-
-    @cached_property
-    def least(self) -> tuple[int, Schedule]:
-        """What planning such a call says, too."""
-        budget = self.planner.frontier().min_budget
-        return budget, self.planner.solve(budget).schedule
-
-    @cached_property
-    def kernels(self) -> dict[str, str]:
-        return convolution_kernels(self.found.s.d)
-
-
-def fitted_steps(sizes: Sequence[int], planners: Sequence[Planner], report: Report) -> Callable[[int], FittedStep]:
-    """Steps of any size; ``planners``: of the rising ``sizes`` that were measured; their graphs are ``alike``."""
-    points = [_measured(size, planner) for size, planner in zip(sizes, planners, strict=True)]
-
-    def at(size: int) -> FittedStep:
-        like = dataclasses.replace(planners[-1], report=part_of(report, f"size {size}"))
-        return FittedStep(like, extrapolated(points, size))
-
-    return at
-
-
-def _measured(size: int, planner: Planner) -> Measured:
-    graphs = planner.graphs
-    return Measured(size, graphs.S, graphs.known.of, graphs.classes)
-
-
-def alike(a: Planner, b: Planner) -> bool:
-    """Whether two sizes are of one graph."""
-    return form(_measured(0, a)) == form(_measured(0, b))

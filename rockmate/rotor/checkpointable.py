@@ -200,8 +200,7 @@ class Checkpointable(nn.Module):
 
     def free_limit(self) -> int:
         """90 % of the bytes that are free on the parameters' device (on the CPU: available in the machine)."""
-        device = self._device()
-        return kind_of(device).free(device) * 9 // 10
+        return kind_of(device := self._device()).free(device) * 9 // 10
 
     def _device(self) -> torch.device:
         return next((p.device for p in self.parameters()), torch.device("cpu"))

@@ -92,8 +92,7 @@ def measure_chain(
             new = ((storage_key(t), (k, storage_bytes(t))) for k, t in tensors)
             storages = {storage: before.get(storage, found) for storage, found in new}
             values.append(tuple(storages.values()))
-    outputs = [t for t in tensors_of(x) if t.requires_grad]
-    of_output = sum(map(storage_bytes, outputs))
+    of_output = sum(map(storage_bytes, outputs := [t for t in tensors_of(x) if t.requires_grad]))
     copies = sum(4 * t.numel() for t in outputs if t.itemsize < 4)
     floats = copies + sum(t.nbytes for t in outputs if t.itemsize >= 4)
     stages, there = list[Measured](), set[int]()  # the latter: of which parameters a later stage makes gradients
@@ -190,9 +189,8 @@ class Probe:
         """Those of the forward, its tail and the backward, in nanoseconds. The figures are known."""
         with self._untouched():
             if self.clock is not None:
-                found = self.clock.times(self)
+                forward, backward, *_ = self.clock.times(self)
                 tail = self.clock.medians(self._run_to_its_end, self.device)[0]
-                forward, backward = found.forward, found.backward
             else:
                 # Operations are counted one by one. What torch.compile sees meanwhile it would never compile again.
                 loaded = "torch._dynamo" in sys.modules
@@ -202,8 +200,6 @@ class Probe:
                     )
                     tail = counted_tail(lambda: self.function(self.x)) // _FLOPS_PER_NS
         return forward, min(tail, forward) if self.saves else forward, backward
-
-    # ------------------------------------------------------------------------------------- as a piece
 
     def forward(self, collect: Callable[[Gradients], None] = ignore) -> list[torch.Tensor]:
         """The tensors of the output, with history. ``collect`` gets the gradients of ``x`` from the backward."""
@@ -222,8 +218,6 @@ class Probe:
         """Remove the ``.grad`` of all parameters of the piece."""
         for leaf in (*self.leaves.values(), *self.others):
             leaf.grad = None
-
-    # ------------------------------------------------------------------------------------------ memory
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
@@ -295,8 +289,6 @@ class Probe:
             passed = bytes_by_storage(g for g in memory.inputs if g is not None)
             found.append((memory.peak - memory.incoming, sum(passed.values()), sum(self.made.values())))
         return tuple(map(max, zip(*found, strict=True)))
-
-    # ------------------------------------------------------------------------------------------- times
 
     def form(self) -> Hashable:
         """What is equal, beside the figures, for stages that take equally long."""

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -57,8 +58,9 @@ class Moment:
     norms update in training; a class with a forward of its own may read its statistics, which are then buffers like
     others. ``held``: the dictionaries of modules, parameters, buffers and hooks, and what they held; ``places``: where
     in them each of ``owned`` is. ``plain``: each module, the names and classes of its attributes, those of its own that
-    are plain, and with these its ``held`` dictionaries and generators. ``generators``: what modules hold of them.
-    ``known``: an earlier moment; where nothing but versions differs, the two have all else in common.
+    are plain, and with these its ``held`` dictionaries and generators; no classes where that is all. ``fixed``: the
+    dictionaries in which nothing may change, which had the items ``then``, or are ``empty``. ``generators``: what
+    modules hold of them. ``known``: an earlier moment; where nothing but versions differs, the two share all else.
     """
 
     def __init__(self, function: Function, known: Moment | None = None) -> None:
@@ -72,10 +74,8 @@ class Moment:
         self.function = function
         named = function.named_modules() if isinstance(function, nn.Module) else ()
         self.modules = [(f"{name}." if name else "", module) for name, module in named]
-        self.parameters: dict[str, torch.Tensor] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
-        self.held: list[tuple[Dict, Dict]] = []
-        self.places: dict[str, list[tuple[Dict, str]]] = {}
+        self.parameters, self.buffers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self.held, self.places = list[tuple[Dict, Dict]](), dict[str, list[tuple[Dict, str]]]()
         names_of: dict[int, str] = {}
         for prefix, module in self.modules:
             for owned, tensors in (self.parameters, module._parameters), (self.buffers, module._buffers):
@@ -89,27 +89,40 @@ class Moment:
         norms = [p for p, m in self.modules if isinstance(m, _NormBase) and m.training and type(m).forward in _NORMS]
         names = [p + k for p in norms for k in ("running_mean", "running_var", "num_batches_tracked")]
         self.statistics = {name: self.buffers[name] for name in names if name in self.buffers}
-        self.plain: list[tuple[nn.Module, list[str], list[type | None], Dict, Dict]] = []
+        self.plain: list[tuple[nn.Module, list[str], list[type | None] | None, Dict, Dict]] = []
+        self.fixed, self.empty = ([d for d, _ in self.held if bool(d) is full] for full in (True, False))
         self.generators: list[torch.Generator] = []
         for _, module in self.modules:
             attributes = vars(module)
             own = {k: v for k, v in attributes.items() if k not in _OF_ALL}
             plain = {k: v for k, v in own.items() if _is_plain(v)}
             generators = {k: v for k, v in own.items() if k not in plain and generators_in([v])}
+            same = {k: attributes[k] for k in ("_modules", "_parameters", "_buffers")} | plain | generators
             # A tuple may be plain later: it is no class, so that it is looked at each time.
             classes = [None if type(v) is tuple and k not in plain else type(v) for k, v in attributes.items()]
-            same = {k: attributes[k] for k in ("_modules", "_parameters", "_buffers")} | plain | generators
-            self.plain.append((module, [*attributes], classes, plain, same))
+            all_stay = attributes.keys() <= same.keys() | _OF_ALL
+            self.fixed += [attributes] if all_stay else []
+            self.plain.append((module, [*attributes], None if all_stay else classes, plain, same))
             self.generators += generators.values()
+        self.then = self._now()
+
+    def _now(self) -> tuple[list[int], list[str], list[Any]]:
+        values = chain.from_iterable(map(methodcaller("values"), self.fixed))
+        return [*map(len, self.fixed)], [*chain.from_iterable(self.fixed)], [*values]
 
     def is_still_so(self) -> bool:
         """Whether the layer has the same modules, parameters, buffers, plain attributes and generators now."""
+        sizes, keys, values = self._now()
+        if any(self.empty) or (sizes, keys) != self.then[:2] or not all(map(is_, values, self.then[2])):
+            return False
         for module, names, classes, _, same in self.plain:
+            if classes is None:
+                continue
             attributes = vars(module)
             alike = [*map(type, attributes.values())] == classes and [*attributes] == names
             if not (alike and all(map(is_, map(attributes.get, same), same.values()))):
                 return False
-        return not _differing(self.held)
+        return True
 
     @cached_property
     def configuration(self) -> tuple[tuple[str, Hashable], ...]:
@@ -202,16 +215,12 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
 
 
-def _differing(held: list[tuple[Dict, Dict]]) -> list[tuple[Dict, Dict]]:
-    """The dictionaries that do not have the items then, in their order, and these."""
-    return [(d, x) for d, x in held if (d or x) and not (all(map(is_, d.values(), x.values())) and [*d] == [*x])]
-
-
 def _restore(held: list[tuple[Dict, Dict]]) -> None:
-    """Give each dictionary the items that it held then."""
-    for d, then in _differing(held):
-        d.clear()
-        d.update(then)
+    """Give each dictionary the items that it held then, in their order."""
+    for d, then in held:
+        if (d or then) and not (all(map(is_, d.values(), then.values())) and [*d] == [*then]):
+            d.clear()
+            d.update(then)
 
 
 class Held:

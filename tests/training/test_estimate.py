@@ -18,11 +18,11 @@ from models import BasicBlock, ResNet, WithFunction, mlp, randn, tokens
 from torch import nn
 
 import rockmate
-from rkgb.cost.extrapolate import fitted
 from rkgb.sample import Call as SampleCall
 from rockmate import BudgetError, InputError, Rockmate, estimate, measure_peak
 from rockmate.demo.gpt import GPT
 from rockmate.errors import CannotBeCalledError
+from rockmate.fitted import fitted
 from rockmate.growing import Growing
 
 TIMES = 8
