@@ -15,7 +15,8 @@ from rockmate.calls.masks import without_padding
 from rockmate.calls.numbers import NUMBER
 from rockmate.planning.artefact import autocast_of_now
 from rockmate.planning.kept import LOADED
-from rockmate.planning.plan import Plan, line_of_call, some_of
+from rockmate.planning.plan import Plan
+from rockmate.planning.report import line_of_call, some_of
 
 LOG = logging.getLogger("rockmate")
 

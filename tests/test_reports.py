@@ -25,8 +25,17 @@ from rockmate import Rockmate, attach, estimate, frontier, progress
 from rockmate.budget import show_bytes
 from rockmate.demo.gpt import GPT
 from rockmate.follow.plan import FollowedPlan
-from rockmate.planning.plan import MOST_INPUTS, Plan, facts_of_call, line_of_call
-from rockmate.planning.report import MOST_LINES, BlockChoice, block_choices, block_table, fates
+from rockmate.planning.plan import Plan
+from rockmate.planning.report import (
+    MOST_INPUTS,
+    MOST_LINES,
+    BlockChoice,
+    block_choices,
+    block_table,
+    facts_of_call,
+    fates,
+    line_of_call,
+)
 from rockmate.progress import Progress
 from rockmate.tell import planned_line
 from solvers import Bwd, Frontier, Loss, Run, all_baselines, keep_everything, recompute_all, walk

@@ -24,8 +24,9 @@ from rockmate.follow.plan import FollowedPlan
 from rockmate.pieces.piece import Piece
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.finder import CARRIED
-from rockmate.planning.plan import Plan, line_of_call
+from rockmate.planning.plan import Plan
 from rockmate.planning.planner import lacks_gradient
+from rockmate.planning.report import line_of_call
 from rockmate.tell import ANOTHER_OVERHEAD, LOG, LONG, costly, described, planned_line, shapes_of
 
 _MANY = (2, 32, 128, 512)

@@ -30,8 +30,9 @@ from rockmate.follow.plan import FollowedPlan
 from rockmate.memory import Memory, StepBytes, memory_of, step_of
 from rockmate.planning.artefact import SavedPlan
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.plan import Plan, line_of_call
+from rockmate.planning.plan import Plan
 from rockmate.planning.planner import Planner
+from rockmate.planning.report import line_of_call
 from rockmate.planning.wrappers import take_call
 from rockmate.tell import SILENT
 from solvers import Frontier

@@ -32,8 +32,8 @@ from rockmate.errors import BudgetWarning
 from rockmate.follow.following import following, lasting_of
 from rockmate.follow.online import Online
 from rockmate.follow.tape import Tape
-from rockmate.planning.plan import line_of_call
 from rockmate.planning.planner import lacks_gradient
+from rockmate.planning.report import line_of_call
 from rockmate.planning.ways import Ways
 from rockmate.tell import LOG, names_of
 from solvers.calls import Way

@@ -20,7 +20,7 @@ from rockmate.budget import show_at_least, show_at_most, show_bytes
 from rockmate.calls.look import FAILED, Look
 from rockmate.calls.whole_steps import Form, KnownStep, Turn, WholeStep, form_of, least_from_start, names_of, phases_of
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
-from rockmate.planning.plan import line_of_call, some_of
+from rockmate.planning.report import line_of_call, some_of
 from rockmate.planning.ways import Ways, peak_of
 from rockmate.tell import LOG, LONG
 from solvers import InfeasibleError

@@ -23,9 +23,8 @@ from rockmate.follow.plan import FollowedPlan
 from rockmate.planning.checks import checked_call
 from rockmate.planning.least import least_share
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.plan import facts_of_call, text_of_facts
 from rockmate.planning.prepare import make_planner
-from rockmate.planning.report import block_choices
+from rockmate.planning.report import block_choices, facts_of_call, text_of_facts
 from rockmate.progress import Progress
 from rockmate.tell import be_silent
 from solvers import Frontier

@@ -40,7 +40,7 @@ from rockmate.follow.reruns import Reruns
 from rockmate.follow.solving import FollowedWays, Solving
 from rockmate.follow.tape import Tape
 from rockmate.memory import StepBytes
-from rockmate.planning.plan import line_of_call
+from rockmate.planning.report import line_of_call
 from rockmate.planning.ways import Ways
 from rockmate.progress import Progress
 from rockmate.tell import MANY, costly, shapes_of

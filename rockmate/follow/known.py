@@ -30,7 +30,7 @@ from rockmate.follow.problem import FollowedProblem
 from rockmate.follow.record import Use
 from rockmate.follow.tape import Tape
 from rockmate.memory import StepBytes, step_of
-from rockmate.planning.plan import line_of_call
+from rockmate.planning.report import line_of_call
 from rockmate.planning.ways import Asked, Waits
 from rockmate.tell import names_of
 from solvers import Frontier, Schedule, walk

@@ -6,29 +6,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.plan import facts_of_call, text_of_facts
-from rockmate.planning.report import fates
+from rockmate.planning.plan import ShownPlan
+from rockmate.planning.plot import Place
+from rockmate.planning.report import facts_of_call, fates
 from rockmate.progress import Report, silent
 from solvers import Bwd, Frontier, InfeasibleError, Problem, Run, Schedule, Step, Walk, keep_everything, walk
 from solvers.chain.refine import refine
 from solvers.solve import Request, solve
-from solvers.tables import html_facts
-from solvers.text import format_schedule
 from solvers.whole.baselines import recompute_all, segments_of_forward
 from solvers.whole.repair import repair, trim
 from solvers.whole.stages import Reruns, schedule_step, staged_step, timeline
 from solvers.whole.whole_graph import least_step
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from rockmate.planning.plot import MemoryPage
 
 SECONDS = 2.0
 """How long a plan is looked for, unless ``time_limit`` says less."""
@@ -47,7 +40,7 @@ ROUNDS = 12
 
 
 @dataclass(frozen=True, repr=False)
-class FollowedPlan:
+class FollowedPlan(ShownPlan):
     """What a step keeps and runs again whose forward is followed.
 
     ``budget``: bytes that one forward and its backward may allocate. ``call``: the call in a few words. ``places``: the
@@ -80,14 +73,11 @@ class FollowedPlan:
         """Time that runs again, as a fraction of the step without recomputation."""
         return self.walk.overhead
 
-    @property
-    def recomputed(self) -> int:
-        """How many times a node runs again."""
-        return sum(isinstance(step, Run) for step in self.schedule) - len(self.problem.nodes)
+    def problem_with_usual_loss(self) -> Problem:
+        return self.problem
 
-    def program(self) -> str:
-        """The schedule as a readable program, with the memory of each step."""
-        return format_schedule(self.problem, self.schedule, self.places)
+    def places_of_nodes(self) -> list[Place]:
+        return [Place("", "", line) for line in self.places]
 
     def save(self, path: object) -> None:
         """Such plans cannot be saved: raises ``PlanError``."""
@@ -103,8 +93,7 @@ class FollowedPlan:
 
         from rockmate.planning.picture import COLOURS  # imported where a picture is asked for
 
-        overhead = f"{100 * self.predicted_overhead:.1f} % longer"
-        title = f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {overhead}"
+        title = f"plan: {show_bytes(self.predicted_peak)} of {show_bytes(self.budget)}, {self._overhead()} longer"
         graph = graphviz.Digraph(graph_attr={"label": title, "labelloc": "t"}, node_attr={"shape": "box"})
         data, all_fates = self.problem.data, fates(self.problem, self.schedule)
         for i, (node, fate) in enumerate(zip(self.problem.nodes, all_fates, strict=True)):
@@ -116,52 +105,18 @@ class FollowedPlan:
                     graph.edge(str(j), str(i))
         return graph
 
-    def plot_memory(self, path: str | Path | None = None) -> Figure:
-        """Predicted memory over the time of a step as a figure of matplotlib, in MiB and ms, also written to ``path``.
-
-        Raises ``ImportError`` where matplotlib is missing.
-        """
-        from rockmate.planning.plot import plot_memory
-
-        return plot_memory(self.problem, self.schedule, self.budget, path)
-
-    def save_memory_html(self, path: str | Path) -> MemoryPage:
-        """As ``Plan.save_memory_html``; the paths of submodules are not known."""
-        from rockmate.planning.plot import Place, save_memory_html
-
-        places = [Place("", "", line) for line in self.places]
-        return save_memory_html(self.problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)
-
     def _facts(self) -> list[tuple[str, str]]:
         at = moment_of(self.problem, self.places, self.schedule[self.walk.peak_step])
-        seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
         return [
             *facts_of_call(self.call),
             ("eager's peak", show_bytes(self.eager_peak)),
             ("budget", show_bytes(self.budget)),
             ("predicted peak", f"{show_bytes(self.predicted_peak)}, in {at}"),
-            ("predicted overhead", f"{100 * self.predicted_overhead:.1f} % more time"),
+            ("predicted overhead", f"{self._overhead()} more time"),
             ("operations", f"{len(self.problem.nodes)}; that run again: {self.recomputed}"),
-            ("set-up", f"{sum(self.setup_seconds.values()):.1f} s: {seconds}"),
+            self._set_up(),
             ("followed, since", self.why or "asked for"),
         ]
-
-    def __repr__(self) -> str:
-        return (
-            f"<FollowedPlan: peak {show_bytes(self.predicted_peak)}, budget {show_bytes(self.budget)}, "
-            f"{100 * self.predicted_overhead:.1f} % longer>"
-        )
-
-    def __str__(self) -> str:
-        return text_of_facts(self._facts())
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """A notebook without HTML shows the summary."""
-        printer.text(str(self))
-
-    def _repr_html_(self) -> str:
-        """A notebook shows the summary as a table."""
-        return html_facts(self._facts())
 
 
 def moment_of(problem: Problem, places: Sequence[str], step: Step) -> str:

@@ -16,7 +16,7 @@ from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, fi
 from rockmate.follow.planned import FollowedProgram, program_of
 from rockmate.planning.least import saves_nothing
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.plan import line_of_call
+from rockmate.planning.report import line_of_call
 from rockmate.planning.ways import FoundWays, peak_of
 from rockmate.progress import Progress, Report
 from solvers import InfeasibleError, Problem, Schedule, walk

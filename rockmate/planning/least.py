@@ -9,7 +9,7 @@ from rkgb.Ktools import K_graph
 from rkgb.nodes import Node
 from rkgb.trace.casts import NAMES_OF_RECURRENT
 from rockmate.budget import show_at_least, show_at_most, show_bytes
-from rockmate.planning.plan import line_of_call
+from rockmate.planning.report import line_of_call
 from solvers import Bwd, Problem, Run, Step
 
 MOST = 0.75

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +16,9 @@ from rockmate.budget import show_bytes
 from rockmate.errors import PlanError
 from rockmate.planning.artefact import PlanFields, write_plan
 from rockmate.planning.kept import LOADED
+from rockmate.planning.plot import MemoryPage, Place, plot_memory, save_memory_html
 from rockmate.planning.problem import clocks_of, usual_problem
-from rockmate.planning.report import block_rows, block_table
+from rockmate.planning.report import block_rows, block_table, facts_of_call, text_of_facts
 from rockmate.planning.reserved import predict_reserved
 from rockmate.run.watch import MeasuredStep
 from solvers import Bwd, Loss, Problem, Run, Schedule, Step, format_schedule, keep_everything, lower_bound, walk
@@ -26,23 +28,91 @@ from solvers.tables import html_facts, html_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rockmate.planning.plot import MemoryPage
-
 # Plans that are by this fraction of the step above a proven bound, or less, are called the least.
 PROVEN = 1e-4
-
-MOST_INPUTS = 8
-"""A call with more inputs is shown with the first ones."""
-
-MOST_IN_LINE = 4
-"""Of more things than this a line names the first ones."""
 
 MOST_OUTPUTS = 3
 """Of more outputs without gradient the largest ones are named."""
 
 
+class ShownPlan(ABC):
+    """A plan as text, program, figure and page."""
+
+    budget: int
+    problem: Problem
+    schedule: Schedule
+    setup_seconds: dict[str, float]
+    predicted_peak: Any
+    predicted_overhead: Any
+
+    @abstractmethod
+    def problem_with_usual_loss(self) -> Problem:
+        """The problem whose walk has the predicted peak."""
+
+    @abstractmethod
+    def places_of_nodes(self) -> list[Place]:
+        """Where each node comes from."""
+
+    @abstractmethod
+    def _facts(self) -> list[tuple[str, str]]:
+        """What is said of it: names and texts, one line each."""
+
+    @property
+    def recomputed(self) -> int:
+        """How many times a node runs again."""
+        return sum(isinstance(step, Run) for step in self.schedule) - len(self.problem.nodes)
+
+    def program(self) -> str:
+        """The schedule as a program: one step a line, with its memory and the user's source line.
+
+        ``fwd`` and ``bwd`` run the forward and the backward of a node. ``del`` frees a tensor. "recompute" marks second
+        runs. ``solvers.parse_schedule(plan.problem, text)`` reads it back.
+        """
+        return format_schedule(self.problem, self.schedule, [place.line for place in self.places_of_nodes()])
+
+    def plot_memory(self, path: str | Path | None = None, *, measured: MeasuredStep | None = None) -> Figure:
+        """Memory over the time of a step as a figure of matplotlib, in MiB and ms, also written to ``path``.
+
+        ``measured``: what ``rockmate.measure_step(step)`` saw of a step under this plan, drawn on the same axes.
+        Raises ``ImportError`` where matplotlib is missing, ``InputError`` if ``measured`` is of another plan.
+        """
+        return plot_memory(self.problem_with_usual_loss(), self.schedule, self.budget, path, measured)
+
+    def save_memory_html(self, path: str | Path) -> MemoryPage:
+        """Write memory over the time of a step as one HTML page, which needs no network, for looking at in a browser.
+        A notebook shows what is returned.
+
+        Under the mouse, each step says its operation, module path (where it is known) and source line, what is live
+        meanwhile, and whether its results are kept or computed again. Raises ``ImportError`` where plotly is missing.
+        """
+        problem, about = self.problem_with_usual_loss(), repr(self).strip("<>")
+        return save_memory_html(problem, self.schedule, self.places_of_nodes(), self.budget, about, path)
+
+    def _overhead(self) -> str:
+        return f"{100 * self.predicted_overhead:.1f} %"
+
+    def _set_up(self) -> tuple[str, str]:
+        seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
+        return "set-up", f"{sum(self.setup_seconds.values()):.1f} s: {seconds}"
+
+    def __repr__(self) -> str:
+        sizes = f"peak {show_bytes(self.predicted_peak)}, budget {show_bytes(self.budget)}"
+        return f"<{type(self).__name__}: {sizes}, {self._overhead()} longer>"
+
+    def __str__(self) -> str:
+        return text_of_facts(self._facts())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """A notebook without HTML shows the summary."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the summary as a table."""
+        return html_facts(self._facts())
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(PlanFields):
+class Plan(ShownPlan, PlanFields):
     """What will be kept and what computed again, with the figures promised for it.
 
     ``call``: for which call, in a few words for each input, then the mode: ("x float32[8, 64]", "train", "autocast
@@ -126,11 +196,6 @@ class Plan(PlanFields):
         levels = walk(self.problem, self.schedule).timeline
         return levels[self.schedule.index(Loss())] - self.problem.loss
 
-    @property
-    def recomputed(self) -> int:
-        """How many times a node runs again."""
-        return sum(isinstance(step, Run) for step in self.schedule) - len(self.problem.nodes)
-
     @cached_property
     def rerun_time(self) -> int:
         """Nanoseconds of a step in which nodes run again, predicted."""
@@ -163,43 +228,13 @@ class Plan(PlanFields):
         promised = {name: getattr(self, name) for name in ("call", "predicted_peak", "predicted_overhead")}
         write_plan(path, fields, self.graph, format_schedule(self.problem, self.schedule), promised)
 
-    def program(self) -> str:
-        """The schedule as a program: one step a line, with its memory and the user's source line.
-
-        ``fwd`` and ``bwd`` run the forward and the backward of a node. ``del`` frees a tensor. "recompute" marks second
-        runs. ``solvers.parse_schedule(plan.problem, text)`` reads it back.
-        """
-        s = self.graph.s
-        return format_schedule(self.problem, self.schedule, [s.main(i).line for i in range(len(s.nodes))])
-
-    def problem_with_usual_loss(self) -> Problem:
-        """The problem whose walk has the predicted peak."""
-        return usual_problem(self.problem, self.graph, self.room)
-
-    def plot_memory(self, path: str | Path | None = None, *, measured: MeasuredStep | None = None) -> Figure:
-        """Memory over the time of a step as a figure of matplotlib, in MiB and ms, also written to ``path``.
-
-        ``measured``: what ``rockmate.measure_step(step)`` saw of a step under this plan, drawn on the same axes.
-        Raises ``ImportError`` where matplotlib is missing, ``InputError`` if ``measured`` is of another plan.
-        """
-        from rockmate.planning.plot import plot_memory
-
-        return plot_memory(self.problem_with_usual_loss(), self.schedule, self.budget, path, measured)
-
-    def save_memory_html(self, path: str | Path) -> MemoryPage:
-        """Write memory over the time of a step as one HTML page, which needs no network, for looking at in a browser.
-        A notebook shows what is returned.
-
-        Under the mouse, each step says its operation, module path and source line, what is live meanwhile, and whether
-        its results are kept or computed again. Raises ``ImportError`` where plotly is missing.
-        """
-        from rockmate.planning.plot import Place, save_memory_html
-
+    def places_of_nodes(self) -> list[Place]:
         s = self.graph.s
         main = [s.main(i) for i in range(len(s.nodes))]
-        places = [Place(node.name, op.path, op.line) for node, op in zip(s.nodes, main, strict=True)]
-        problem = self.problem_with_usual_loss()
-        return save_memory_html(problem, self.schedule, places, self.budget, repr(self).strip("<>"), path)
+        return [Place(node.name, op.path, op.line) for node, op in zip(s.nodes, main, strict=True)]
+
+    def problem_with_usual_loss(self) -> Problem:
+        return usual_problem(self.problem, self.graph, self.room)
 
     def picture(self) -> Any:
         """What is kept and what runs again, as a ``graphviz.Digraph``, which shows itself in a notebook.
@@ -215,17 +250,6 @@ class Plan(PlanFields):
             f"without recomputation {show_bytes(self.eager_peak)} · nodes: {len(self.problem.nodes)}, "
             f"runs again: {self.recomputed}",
         )
-
-    def __repr__(self) -> str:
-        sizes = f"peak {show_bytes(self.predicted_peak)}, budget {show_bytes(self.budget)}"
-        return f"<Plan: {sizes}, {self._overhead()} longer>"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """A notebook shows the summary."""
-        printer.text(str(self))
-
-    def _overhead(self) -> str:
-        return f"{100 * self.predicted_overhead:.1f} %"
 
     def _proof(self) -> str:
         gap = self.gap
@@ -259,7 +283,6 @@ class Plan(PlanFields):
 
     def _facts(self) -> list[tuple[str, str]]:
         """What is said above the table of blocks: names and texts, one line each."""
-        seconds = ", ".join(f"{name} {s:.1f}" for name, s in self.setup_seconds.items())
         kinds = len({b.kind for b in self.problem.blocks})
         walked = walk(self.problem_with_usual_loss(), self.schedule)
         at = _moment(self.problem, self.schedule[walked.peak_step])
@@ -274,7 +297,7 @@ class Plan(PlanFields):
             ("blocks", f"{len(self.problem.blocks)}, of them distinct: {kinds}"),
             *(("" if k else "pieces", line) for k, line in enumerate(self.pieces.splitlines())),
             ("found by", self.solver),
-            ("set-up", f"{sum(self.setup_seconds.values()):.1f} s: {seconds}"),
+            self._set_up(),
             *self._idle_outputs(),
         ]
         if self.room.seen:
@@ -284,13 +307,13 @@ class Plan(PlanFields):
         return facts + [("note", n) for n in self.graph.s.d.notes]
 
     def __str__(self) -> str:
-        return f"{text_of_facts(self._facts())}\n\n{block_table(self.problem, self.schedule, self.predicted_overhead)}"
+        return f"{super().__str__()}\n\n{block_table(self.problem, self.schedule, self.predicted_overhead)}"
 
     def _repr_html_(self) -> str:
         """A notebook shows the summary as tables."""
         rows, left_out = block_rows(self.problem, self.schedule, self.predicted_overhead)
         more = f"<p>{left_out}</p>" if left_out else ""
-        return html_facts(self._facts()) + html_table(rows, left=[len(rows[0]) - 1]) + more
+        return super()._repr_html_() + html_table(rows, left=[len(rows[0]) - 1]) + more
 
 
 _NOT_RETURNED = "If you do not need them, let forward not return them (in transformers: use_cache=False)"
@@ -301,35 +324,3 @@ def _moment(problem: Problem, step: Step) -> str:
         return "at the loss"
     name = problem.nodes[step.node].name
     return f"in the backward of {name}" if isinstance(step, Bwd) else f"in {name}"
-
-
-def facts_of_call(call: tuple[str, ...]) -> list[tuple[str, str]]:
-    """For which inputs a plan is, one line each, and in which mode and precision, as far as ``call`` says it."""
-    inputs, mode = _parts(call)
-    shown = some_of(inputs, MOST_INPUTS, ", which plan.call has")
-    lines = [("" if k else "inputs", text) for k, text in enumerate(shown or ["none"])]
-    if mode and not any(word.startswith("autocast ") for word in mode):
-        mode.append("no autocast")
-    return lines + ([("mode", ", ".join(mode))] if mode else [])
-
-
-def line_of_call(call: tuple[str, ...]) -> str:
-    """The same in one line."""
-    inputs, mode = _parts(call)
-    return ", ".join([*some_of(inputs), *mode])
-
-
-def some_of(words: list[str], most: int = MOST_IN_LINE, where: str = "") -> list[str]:
-    """At ``most`` so many of ``words``, and how many more there are."""
-    left = len(words) - most
-    return [*words[:most], f"… and {left} more{where}"] if left > 0 else words
-
-
-def _parts(call: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    mode = [word for word in call if word in ("train", "eval") or word.startswith("autocast ")]
-    return [word for word in call if word not in mode], mode
-
-
-def text_of_facts(facts: list[tuple[str, str]]) -> str:
-    """One line each: the name, and what is said."""
-    return "\n".join(f"{name:<20}{text}" for name, text in facts)

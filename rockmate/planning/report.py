@@ -1,4 +1,6 @@
-"""What a plan does with each node (keeps what it makes, runs it again, or neither), and with each block, as a table."""
+"""What a plan does with each node (keeps what it makes, runs it again, or neither), and with each block, as a table;
+and for which call it is, in words.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +60,12 @@ def fates(problem: Problem, schedule: Schedule) -> tuple[Fate, ...]:
 def _bytes(problem: Problem, data: Sequence[int] | set[int]) -> int:
     return sum(problem.data[d].size for d in set(data))
 
+
+MOST_INPUTS = 8
+"""A call with more inputs is shown with the first ones."""
+
+MOST_IN_LINE = 4
+"""Of more things than this a line names the first ones."""
 
 MOST_LINES = 20
 """Longer tables end with the number of lines left out, and with what has them all."""
@@ -135,3 +143,35 @@ def block_rows(
 def block_table(problem: Problem, schedule: Schedule, overhead: float | None = None) -> str:
     rows, left_out = block_rows(problem, schedule, overhead)
     return text_table(rows, left=[len(rows[0]) - 1]) + (f"\n{left_out}" if left_out else "")
+
+
+def facts_of_call(call: tuple[str, ...]) -> list[tuple[str, str]]:
+    """For which inputs a plan is, one line each, and in which mode and precision, as far as ``call`` says it."""
+    inputs, mode = _parts(call)
+    shown = some_of(inputs, MOST_INPUTS, ", which plan.call has")
+    lines = [("" if k else "inputs", text) for k, text in enumerate(shown or ["none"])]
+    if mode and not any(word.startswith("autocast ") for word in mode):
+        mode.append("no autocast")
+    return lines + ([("mode", ", ".join(mode))] if mode else [])
+
+
+def line_of_call(call: tuple[str, ...]) -> str:
+    """The same in one line."""
+    inputs, mode = _parts(call)
+    return ", ".join([*some_of(inputs), *mode])
+
+
+def some_of(words: list[str], most: int = MOST_IN_LINE, where: str = "") -> list[str]:
+    """At ``most`` so many of ``words``, and how many more there are."""
+    left = len(words) - most
+    return [*words[:most], f"… and {left} more{where}"] if left > 0 else words
+
+
+def _parts(call: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    mode = [word for word in call if word in ("train", "eval") or word.startswith("autocast ")]
+    return [word for word in call if word not in mode], mode
+
+
+def text_of_facts(facts: list[tuple[str, str]]) -> str:
+    """One line each: the name, and what is said."""
+    return "\n".join(f"{name:<20}{text}" for name, text in facts)
