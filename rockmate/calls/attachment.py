@@ -275,8 +275,8 @@ class Attachment(Handle, OwnCall):
 
     def _begin_again(self) -> None:
         """Forget that calls are not one graph: a hook, which may have been the reason, was removed."""
-        if self._followed is not None and self._followed.solving.asked is not None:
-            self.terms.budget = self._followed.solving.asked
+        if self._followed is not None and self.terms.settled:
+            self.terms.budget = self.terms.asked
         self._forget()
         self._capture, self._hooks, self.reason, self._refused = Capture(self), [], "", False
         self._begun += 1

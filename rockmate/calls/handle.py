@@ -207,8 +207,6 @@ class Handle(Front):
         self.cache.clear()
         self._run_before.clear()
         self.last = None
-        if self._followed is not None:
-            self._followed.solving.asked = None
 
     def frontier(self) -> Frontier:
         """Time against memory, as ``rockmate.frontier``: for the last kind of call that was planned, which it names

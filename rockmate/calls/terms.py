@@ -65,17 +65,20 @@ class Terms:
         are of the step of ``planner``.
         """
         before = self.budget, self.settled
-        if isinstance(self.budget, Budget):
-            self.settled = self.budget, planner.eager_peak
-            self.budget = self.bytes_of(self.budget, planner)
-        elif (len(self.users) > 1 or self.supposes_one_call) and planner.eager_peak > self._peak:
-            self.settle_step(planner.eager_peak)  # of what several modules share, or of calls that may be of one step
-        try:
-            yield self.budget
+        try:  # of what several modules share, or of calls that may be of one step, the largest counts
+            yield self.settle(planner, largest=len(self.users) > 1 or self.supposes_one_call)
         except BaseException:
             self.budget, self.settled = before
             raise
         self.planned = True
+
+    def settle(self, planned: Planned, *, largest: bool) -> int:
+        """The budget in bytes: a share is of the first step that is ``planned``, or of the ``largest``."""
+        if isinstance(self.budget, Budget):
+            self.settled, self.budget = (self.budget, planned.eager_peak), self.bytes_of(self.budget, planned)
+        elif largest and planned.eager_peak > self._peak:
+            self.settle_step(planned.eager_peak)
+        return self.budget
 
     def of_now(self, before: int) -> int:
         """The budget in bytes for what was planned ``before`` for so many: no more, unless it is a share of a step of

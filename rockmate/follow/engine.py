@@ -327,14 +327,14 @@ class Followed:
     def set_budget(self, budget: Budget) -> None:
         """Plan for another budget. Raises ``InfeasibleBudgetError`` where no plan of the last kind of step fits it."""
         terms = self.front.terms
-        before = terms.budget, terms.settled, self.solving.asked
-        terms.budget, self.solving.asked, self._shared = budget, None, None
+        before = terms.budget, terms.settled
+        terms.budget, self._shared = budget, None
         if self.last is None:
             return
         try:
             self._solve(self.last)
         except InfeasibleBudgetError:
-            terms.budget, terms.settled, self.solving.asked = before
+            terms.budget, terms.settled = before
             self.solving.solve(self.last)
             raise
 

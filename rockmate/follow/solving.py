@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from rockmate.budget import Budget, show_at_least, show_at_most
+from rockmate.budget import show_at_least, show_at_most
 from rockmate.calls.front import Front
 from rockmate.calls.terms import least_instead
 from rockmate.errors import InfeasibleBudgetError
@@ -25,34 +25,23 @@ from solvers.interrupts import Heeded
 
 
 class Solving:
-    """``why`` the calls are followed. ``kinds``: all of them, whose plans may do for one another. ``asked``: the budget
-    as it was given, once it has become bytes. ``spent``: seconds of the attempt to capture the first call.
+    """``why`` the calls are followed. ``kinds``: all of them, whose plans may do for one another. ``spent``: seconds of
+    the attempt to capture the first call.
     """
 
     def __init__(self, front: Front, why: str, kinds: CallKinds) -> None:
         self.front, self.why, self.kinds = front, why, kinds
-        self.asked: Budget | None = None
         self.spent: dict[str, float] = {}
-
-    def _settled(self, known: Known) -> int:
-        """The budget in bytes: a share is of the largest step so far."""
-        terms = self.front.terms
-        if isinstance(terms.budget, Budget):
-            self.asked, terms.settled = terms.budget, (terms.budget, known.eager_peak)
-            terms.budget = terms.bytes_of(terms.budget, known)
-        elif terms.asked.share is not None:
-            terms.budget = max(terms.budget, terms.bytes_of(terms.asked, known))
-        return terms.budget
 
     def settle_anew(self, rehearsed: Known) -> None:
         """Such calls come in training now: a share of the step that was ``rehearsed`` is to be one of theirs."""
         terms = self.front.terms
-        if self.asked is not None and terms.budget == terms.bytes_of(self.asked, rehearsed):
-            terms.budget = self.asked
+        if terms.asked.share is not None and terms.budget == terms.bytes_of(terms.asked, rehearsed):
+            terms.budget = terms.asked
 
     def solve(self, known: Known) -> None:
         """Plan ``known`` for the budget of now."""
-        budget = self._settled(known)
+        budget = self.front.terms.settle(known, largest=True)
         if budget == known.budget:
             return
         began, terms = time.perf_counter(), self.front.terms
