@@ -394,6 +394,33 @@ def test_a_number_that_is_only_looked_at_changes_no_graph() -> None:
     assert not found.rough
 
 
+class Distances(nn.Module):
+    """Of all pairs of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(self.queries(x), self.keys(x)).softmax(-1) @ x
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [(lambda: nn.LSTM(16, 16, 2, batch_first=True), (3, 8, 16)), (Distances, (2, 8, 16))]
+)
+def test_kernels_may_keep_memory_of_another_kind_at_each_size(
+    make: Callable[[], nn.Module], shape: tuple[int, int, int]
+) -> None:
+    """The operations are the same, so it is estimated: roughly, and as no less than the large size takes."""
+    torch.manual_seed(0)
+    model, (rows, length, width) = make(), shape
+    found = estimate(model, randn(*shape, seed=0), 8 * length, dim=1)
+    planned = rockmate.frontier(model, randn(rows, 8 * length, width, seed=0), costs="flops")
+    assert found.rough
+    assert found.sizes[0].max_budget >= planned.max_budget
+    assert found.sizes[0].min_budget >= planned.min_budget
+
+
 @pytest.mark.parametrize(("sample", "said"), [(4, 16), (16, 0)])
 def test_another_kernel_beyond_the_measured_sizes_is_said(sample: int, said: int) -> None:
     """On one CPU thread PyTorch takes another one for small convolutions from 16 images on."""
