@@ -26,7 +26,6 @@ from rockmate.run.compiled import compile_schedule
 from rockmate.run.draws import draw_whole
 from rockmate.run.parts import peaks_of_parts
 from rockmate.run.program import Program
-from solvers import walk
 
 ROOM_TO_KEEP = 4
 """A budget that is so many times a step's peak is taken to hold for a backward of its backward."""
@@ -116,7 +115,7 @@ def solved_again(runnable: Runnable, known: Known, model: torch.nn.Module, input
 def program_of(plan: Plan) -> Program:
     """The plan's schedule as a program, which draws masks whole where it can, and knows what exceeds the budget."""
     problem = plan.problem_with_usual_loss()
-    levels = walk(problem, plan.schedule).timeline
+    levels = plan.usual.timeline
     program = draw_whole(compile_schedule(plan.graph, plan.schedule), problem, plan.schedule, levels)
     beside = plan.predicted_peak - plan.room.predicted_kept - max(levels) + plan.room.kept
     peaks = peaks_of_parts(program, problem, plan.schedule, levels)

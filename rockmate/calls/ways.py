@@ -38,7 +38,7 @@ class PlannedWays(FoundWays[Runnable]):
 
     def __init__(self, runnable: Runnable, front: Front) -> None:
         planner = runnable.planner
-        figures = planner.problem, runnable.plan.schedule, planner.reserved
+        figures = planner.problem, runnable.plan.schedule, runnable.plan.walk, planner.reserved
         family = runnable.family
         self.carries = family is not None and planner.scaled and not family.is_worth_solving(runnable.number)
         alike = family.ways if family is not None and self.carries else None

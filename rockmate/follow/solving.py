@@ -118,7 +118,7 @@ class FollowedWays(FoundWays[tuple[FollowedPlan, FollowedProgram]]):
 
     def __init__(self, known: Known, owner: object, made: int, options: PlanOptions) -> None:
         assert known.plan is not None and known.program is not None
-        figures, runs = (known.found.problem, known.plan.schedule, 0), (known.plan, known.program)
+        figures, runs = (known.found.problem, known.plan.schedule, known.plan.walk, 0), (known.plan, known.program)
         super().__init__(*figures, known.waits, known.searched, runs)
         self.known, self.plan = known, known.plan
         self.owner, self.made, self.call, self.device = owner, made, known.call, known.device

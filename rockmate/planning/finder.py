@@ -40,7 +40,6 @@ from solvers import (
     keep_everything,
     lower_bound,
     solve,
-    solve_chain,
     walk,
 )
 
@@ -102,9 +101,15 @@ class PlanFinder:
         return context_bytes(self.graphs.S)
 
     @cached_property
+    def everything(self) -> ChainPlan:
+        """The step that runs nothing again."""
+        schedule = keep_everything(self.problem)
+        return ChainPlan(schedule, walk(self.problem, schedule), "keep everything")
+
+    @property
     def eager_peak(self) -> int:
-        """The budget of a step that runs nothing again."""
-        return walk(self.problem, keep_everything(self.problem)).peak + self.reserved
+        """The budget of that step."""
+        return self.everything.peak + self.reserved
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +159,7 @@ class PlanFinder:
         """
         room = budget - self.reserved
         if self.eager_peak <= budget:
-            return Bounded(solve_chain(self.problem, room), self.problem.eager_time)
+            return Bounded(self.everything, self.problem.eager_time)
         if self.options.solver != "auto":
             return self._by_name(budget, room)
         try:
@@ -229,6 +234,9 @@ class PlanFinder:
     def _plan(self, budget: int, bounded: Bounded, provable: int | None = None) -> Plan:
         """``provable``: as in ``Plan``."""
         found, bound, reason = bounded
+        usual = found.walk
+        if (problem := self.usual_problem) != self.problem:
+            usual = walk(problem, found.schedule)
         return Plan(
             budget=budget,
             costs=self.options.costs,
@@ -239,9 +247,11 @@ class PlanFinder:
             reason=reason,
             call=self.call,
             pieces=self.pieces,
-            predicted_peak=self.predicted_peak(found),
+            predicted_peak=usual.peak + self.beside_predicted,
             predicted_overhead=self._overhead(found),
             schedule=found.schedule,
+            walk=found.walk,
+            usual=usual,
             problem=self.problem,
             graph=self.graphs.K,
             setup_seconds=dict(self.seconds),
@@ -271,13 +281,6 @@ class PlanFinder:
             )
         return found
 
-    def predicted_peak(self, solution: ChainPlan) -> int:
-        """The peak of ``solution`` with the usual loss (or the one given).
-
-        A loss that the module returns has a gradient of its own, which the caller's ``backward()`` makes.
-        """
-        return walk(self.usual_problem, solution.schedule).peak + self.beside_predicted
-
     @property
     def usual_problem(self) -> Problem:
         """The problem with the loss that predictions are for."""
@@ -285,7 +288,9 @@ class PlanFinder:
 
     @property
     def beside_predicted(self) -> int:
-        """Bytes beside that problem."""
+        """Bytes of predictions beside that problem. A loss that the module returns has a gradient of its own, which
+        the caller's ``backward()`` makes.
+        """
         d, usage = self.graphs.D, self.graphs.K.usage
         losses = sum(d.values[v].bytes for v in usage.root_values(d) if not d.values[v].shape)
         return losses + self.room.predicted_kept + self.beside

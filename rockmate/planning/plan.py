@@ -21,7 +21,7 @@ from rockmate.planning.problem import clocks_of, usual_problem
 from rockmate.planning.report import block_rows, block_table, facts_of_call, text_of_facts
 from rockmate.planning.reserved import predict_reserved
 from rockmate.run.watch import MeasuredStep
-from solvers import Bwd, Loss, Problem, Run, Schedule, Step, format_schedule, keep_everything, lower_bound, walk
+from solvers import Bwd, Loss, Problem, Run, Schedule, Step, Walk, format_schedule, keep_everything, lower_bound, walk
 from solvers.clocks import Clocks
 from solvers.tables import html_facts, html_table
 
@@ -120,7 +120,8 @@ class Plan(ShownPlan, PlanFields):
     ``setup_seconds``: of each phase that made the plan; "capture" is TorchDynamo's, where the call was captured for it.
     ``pieces``: of how many groups of light operations kernels were compiled, and in how many seconds, with a line for
     each class of them; empty if none was to be. ``bound``: see ``lower_bound``, if it is known. ``provable``: bytes for
-    ``problem`` within which it is proven when it is asked for.
+    ``problem`` within which it is proven when it is asked for. ``walk``: the figures of ``schedule``; ``usual``: those
+    with the loss that predictions are for.
     """
 
     call: tuple[str, ...] = ()
@@ -128,6 +129,8 @@ class Plan(ShownPlan, PlanFields):
     predicted_peak: int
     predicted_overhead: float
     schedule: Schedule
+    walk: Walk
+    usual: Walk
     problem: Problem
     graph: K_graph
     setup_seconds: dict[str, float]
@@ -160,15 +163,14 @@ class Plan(ShownPlan, PlanFields):
         """
         if self.lower_bound is None:
             return None
-        planned = walk(self.problem, self.schedule).time
+        planned = self.walk.time
         return (planned - self.lower_bound) / planned if planned else 0.0
 
     @cached_property
     def eager_peak(self) -> int:
         """Bytes that the step takes if nothing runs again, predicted as ``predicted_peak`` is."""
         problem = self.problem_with_usual_loss()
-        ours, eager = (walk(problem, schedule).peak for schedule in (self.schedule, keep_everything(problem)))
-        return self.predicted_peak - ours + eager
+        return self.predicted_peak - self.usual.peak + walk(problem, keep_everything(problem)).peak
 
     @cached_property
     def predicted_reserved(self) -> int:
@@ -193,13 +195,12 @@ class Plan(ShownPlan, PlanFields):
     @cached_property
     def kept(self) -> int:
         """Bytes that a call holds from the end of its forward to its backward, what it returns included."""
-        levels = walk(self.problem, self.schedule).timeline
-        return levels[self.schedule.index(Loss())] - self.problem.loss
+        return self.walk.timeline[self.schedule.index(Loss())] - self.problem.loss
 
-    @cached_property
+    @property
     def rerun_time(self) -> int:
         """Nanoseconds of a step in which nodes run again, predicted."""
-        return walk(self.problem, self.schedule).time - self.problem.eager_time
+        return self.walk.time - self.problem.eager_time
 
     @cached_property
     def clocks(self) -> Clocks | None:
@@ -284,8 +285,7 @@ class Plan(ShownPlan, PlanFields):
     def _facts(self) -> list[tuple[str, str]]:
         """What is said above the table of blocks: names and texts, one line each."""
         kinds = len({b.kind for b in self.problem.blocks})
-        walked = walk(self.problem_with_usual_loss(), self.schedule)
-        at = _moment(self.problem, self.schedule[walked.peak_step])
+        at = _moment(self.problem, self.schedule[self.usual.peak_step])
         facts = [
             *facts_of_call(self.call or describe_inputs(self.graph.s)),
             ("keeping everything" if self.pieces else "eager's peak", show_bytes(self.eager_peak)),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
-from solvers import Loss, Problem, Schedule, ScheduleError, keep_everything, walk
+from solvers import Loss, Problem, Schedule, ScheduleError, Walk, keep_everything, walk
 from solvers.calls import Way
 
 PEAKS = (0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
@@ -102,9 +102,9 @@ def peak_of(way: Way) -> int:
 class FoundWays(Ways, ABC, Generic[R]):
     """Ways of a call that has a plan, ``schedule``, and others that are found when they are asked for.
 
-    Bytes ``beside`` it are there at every moment, and those of ``waits`` while others run. ``searched``: schedules, by
-    what was asked for; ``alike``: those of other sizes, which do here but for the tight ones. ``found``: that of each
-    other way. ``runs``: what runs the plan alone.
+    ``walked``: the figures of ``schedule``. Bytes ``beside`` it are there at every moment, and those of ``waits`` while
+    others run. ``searched``: schedules, by what was asked for; ``alike``: those of other sizes, which do here but for
+    the tight ones. ``found``: that of each other way. ``runs``: what runs the plan alone.
     """
 
     rough = False
@@ -113,6 +113,7 @@ class FoundWays(Ways, ABC, Generic[R]):
         self,
         problem: Problem,
         schedule: Schedule,
+        walked: Walk,
         beside: int,
         waits: Waits,
         searched: dict[Asked, list[Schedule]],
@@ -122,7 +123,7 @@ class FoundWays(Ways, ABC, Generic[R]):
         self.problem, self.beside, self.waits, self.searched = problem, beside, waits, searched
         self.alike = alike or {}
         self.left = sum(problem.data[d].size for d in problem.held)
-        self.alone, self.eager_time = self.way_of(schedule), problem.eager_time
+        self.alone, self.eager_time = self.way_of(schedule, walked), problem.eager_time
         self.found: dict[Way, Schedule] = {}
         self._taken: set[tuple[Asked, bool]] = set()  # of what was searched, and whether at other sizes
         self._placed: dict[Way, R] = {self.alone: runs}
@@ -131,9 +132,9 @@ class FoundWays(Ways, ABC, Generic[R]):
     def eager(self) -> Way:
         return self.way_of(keep_everything(self.problem))
 
-    def way_of(self, schedule: Schedule) -> Way:
-        """The figures of ``schedule``."""
-        walked, at = walk(self.problem, schedule), schedule.index(Loss())
+    def way_of(self, schedule: Schedule, walked: Walk | None = None) -> Way:
+        """The figures of ``schedule``, which has been ``walked`` or not."""
+        walked, at = walked or walk(self.problem, schedule), schedule.index(Loss())
         kept, backward = walked.timeline[at] - self.problem.loss, max(walked.timeline[at:], default=0)
         in_forwards, in_backwards, loss = self.waits
         forward = max([*walked.timeline[:at], kept + loss])
