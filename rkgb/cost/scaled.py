@@ -6,7 +6,7 @@ Bytes of results and gradients are exact. Temporary memory of kernels is an uppe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from math import ceil
 
@@ -30,7 +30,17 @@ def scaled_costs(old: S_graph, new: S_graph, costs: Sequence[Cost]) -> list[Cost
     the square of their growth), and an operation that chooses by size needs no more for smaller inputs. For those that
     may (``choosing_anew``) memory is measured.
     """
-    return [_scaled(old, new, i, cost) for i, cost in enumerate(costs)]
+    found: dict[Hashable, Cost] = {}
+
+    def of(i: int, cost: Cost) -> Cost:
+        """Equal nodes have one cost, and scale alike where they have the same sizes."""
+        node = new.nodes[i]
+        key = id(cost), node.saved.private, *(new.d.values[v].bytes for v in (*node.reads, *node.makes))
+        if key not in found:
+            found[key] = _scaled(old, new, i, cost)
+        return found[key]
+
+    return [of(i, cost) for i, cost in enumerate(costs)]
 
 
 NUMBERS = 64
