@@ -29,7 +29,9 @@ def without_writes(program: fx.GraphModule, seen: Mapping[fx.Node, Seen]) -> boo
     aliases: dict[fx.Node, list[fx.Node]] = {}
     found = False
     for n, about in seen.items():
-        if about.light and about.writes == [about.base] and len(about.types) == 1 and about.base.op.startswith("call"):
+        recorded = about.mode.grad or not about.grad  # else the result keeps the history of the tensor before
+        own = about.writes == [about.base] and about.base.op.startswith("call")
+        if about.light and own and recorded and len(about.types) == 1:
             before = aliases[about.base]
             other = _without(n)
             if other and all(places[user] <= places[n] for m in before for user in m.users):

@@ -20,7 +20,7 @@ from rkgb.device import KINDS, kind_of
 from rkgb.errors import UnsupportedError
 from rockmate.errors import PieceError
 from rockmate.pieces.dropout import seeded_dropout
-from rockmate.pieces.kernels import Kernel, compiled, form_of, isolated, without_data
+from rockmate.pieces.kernels import Form, Kernel, compiled, form_of, isolated, without_data
 
 REPEAT = 5
 
@@ -66,6 +66,18 @@ class Piece(torch.nn.Module):
     def draws(self) -> bool:
         """Whether it draws from a seed."""
         return any(n.target is seeded_dropout for n in self.__dict__["body"].graph.nodes)
+
+    @cached_property
+    def reached(self) -> tuple[frozenset[int], ...]:
+        """For each argument, the places of the results with a gradient that are computed from it."""
+        *nodes, output = self.__dict__["body"].graph.nodes
+        found: dict[fx.Node, set[int]] = {n: set() for n in nodes}
+        for k, n in enumerate(r for r, flows in zip(output.args[0], self.flows, strict=True) if flows):
+            found[n].add(k)
+        for n in reversed(nodes):
+            for i in n.all_input_nodes:
+                found[i] |= found[n]
+        return tuple(frozenset(found[n]) for n in nodes if n.op == "placeholder")
 
     @property
     def seconds(self) -> float:
@@ -122,7 +134,8 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: Piece, *arguments: Any) -> Any:
         ctx.kernel = kernel = piece.kernel(arguments)
-        ctx.flows, ctx.words = piece.flows, piece.words
+        ctx.piece = piece
+        ctx.set_materialize_grads(False)
         found = kernel.forward([a for a, is_tensor in zip(arguments, kernel.tensors, strict=True) if is_tensor])
         results = tuple(found[: kernel.count])
         ctx.save_for_backward(*found[kernel.count :])
@@ -133,19 +146,28 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         kernel: Kernel = ctx.kernel
+        piece: Piece = ctx.piece
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                f"gradients of gradients are wanted (create_graph=True), and a compiled piece ({ctx.words}) has none: "
-                "attach the model without compile=True"
+                f"gradients of gradients are wanted (create_graph=True), and a compiled piece ({piece.words}) has "
+                "none: attach the model without compile=True"
             )
-        given = [g for g, flows in zip(gradients, ctx.flows, strict=True) if flows]
-        laid = [g if g.stride() == s else _with_strides(g, s) for g, s in zip(given, kernel.strides, strict=True)]
-        found = iter(kernel.backward([*ctx.saved_tensors, *laid]))
-        return (None, *(next(found) if is_tensor else None for is_tensor in kernel.tensors))
+        given = [g for g, flows in zip(gradients, piece.flows, strict=True) if flows]
+        laid = [_laid(g, form) for g, form in zip(given, kernel.gradients, strict=True)]
+        feed = iter(kernel.backward([*ctx.saved_tensors, *laid]))
+        found = [next(feed) if is_tensor else None for is_tensor in kernel.tensors]
+        if any(g is None for g in given):  # what only their results are computed from has none in eager mode either
+            there = {k for k, g in enumerate(given) if g is not None}
+            found = [None if there.isdisjoint(ks) else g for g, ks in zip(found, piece.reached, strict=True)]
+        return (None, *found)
 
 
-def _with_strides(g: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(g.shape, strides, dtype=g.dtype, device=g.device).copy_(g)
+def _laid(g: torch.Tensor | None, form: Form) -> torch.Tensor:
+    """``g`` as the kernel reads it; zeros for none."""
+    if g is not None and g.stride() == form.strides and not g.is_neg():
+        return g
+    made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=form.device)
+    return made.zero_() if g is None else made.copy_(g)
 
 
 @dataclass(frozen=True)

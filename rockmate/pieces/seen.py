@@ -99,7 +99,9 @@ class _Watched(fx.Interpreter):
 def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors are such as Inductor has kernels for, on one device."""
     return len({t.device for t in tensors}) <= 1 and all(
-        type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_complex()
+        type(t) in (torch.Tensor, torch.nn.Parameter)
+        and t.layout == torch.strided
+        and not (t.is_complex() or t.is_neg())
         for t in tensors
     )
 

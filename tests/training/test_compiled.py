@@ -526,6 +526,57 @@ def test_results_may_be_changed_in_place(head: Callable[[torch.Tensor], tuple[to
     torch.testing.assert_close(*found)
 
 
+def halved_without_gradient(x: torch.Tensor) -> torch.Tensor:
+    y = torch.tanh(x) * 2
+    with torch.no_grad():
+        y *= 0.5
+    return y + 1
+
+
+def changed_after_it_was_read(x: torch.Tensor) -> torch.Tensor:
+    gate = torch.sigmoid(x * 1.5) * 2
+    x.add_(1)
+    return gate + x.tanh()
+
+
+def with_a_negative_view(x: torch.Tensor) -> torch.Tensor:
+    z = torch.view_as_complex(x.unflatten(-1, (-1, 2))).conj()
+    return torch.cat([z.real * 2 + 1, z.imag.tanh() * 3], -1)
+
+
+class Between(nn.Module):
+    """``function`` after each product; what has been seen so far is a buffer, which is read before it changes."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.function = nn.ModuleList(nn.Linear(32, 32) for _ in range(2)), function
+        self.aside = nn.LayerNorm(32)
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            x = self.function(layer(x))
+        near = torch.exp(-(x - self.mean).square())
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return near.sin() + 1, self.aside(near) * 2
+
+
+@pytest.mark.parametrize("function", [halved_without_gradient, changed_after_it_was_read, with_a_negative_view])
+def test_gradients_are_near_eager(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Each there where eager mode has it: the loss leaves an output out."""
+    found = []
+    for attaches in (False, True):
+        model = Between(function)
+        if attaches:
+            rockmate.attach(model, "90%", sample=rows(), costs="flops", cache=False, compile=True)
+        square(model(rows())[0]).backward()
+        found.append([*(p.grad for p in model.parameters()), model.mean])
+    assert [g is None for g in found[1]] == [g is None for g in found[0]]
+    torch.testing.assert_close(*([g for g in part if g is not None] for part in found))
+
+
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="compile='yes': give True or False"):
         Rockmate(blocks(), rows(), "1 MiB", compile="yes")  # type: ignore[arg-type]
