@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
@@ -28,6 +28,9 @@ REACH = 16
 """Roundings that a piece may be off by, each as much as the last bit of its inputs changes: about as many as it has one
 after the other, forward and backward. See ``Runner.check``.
 """
+
+MOVES = 12
+"""Ways to change the last bits that are tried: a number at a step (``round``) is on its other side in some of them."""
 
 
 class Piece(torch.nn.Module):
@@ -177,9 +180,11 @@ class Runner:
     piece: Piece
     arguments: Sequence[Any]
 
-    def run(self, compiled: bool, moved: bool = False) -> list[torch.Tensor]:
-        """Its results, and the gradients of its arguments. ``moved``: of numbers of which the last bit is another."""
-        place = _moved if moved else torch.Tensor.detach
+    def run(self, compiled: bool, moved: int = 0) -> list[torch.Tensor]:
+        """Its results, and the gradients of its arguments. ``moved``: the way, from 1 on, in which the last bits of
+        numbers are others.
+        """
+        place = partial(_moved, way=moved) if moved else torch.Tensor.detach
         given = [
             place(a).requires_grad_(w) if isinstance(a, torch.Tensor) else a
             for a, w in zip(self.arguments, self.piece.wants, strict=True)
@@ -207,18 +212,19 @@ class Runner:
     def check(self) -> None:
         """Raise ``PieceError`` where the compiled piece is further from eager kernels than ``torch.testing`` allows for
         the types of a piece: the larger of its tolerances, relative to the largest number of a tensor, as sums have an
-        error of that size. Where terms cancel (a bias before a batch norm has no gradient but what was rounded) that
-        says nothing: then it may be as far as ``REACH`` times what the last bit of what the piece is given changes in
-        eager kernels.
+        error of that size. Where terms cancel (a bias before a batch norm has no gradient but what was rounded), or a
+        function has steps, that says nothing: then it may be as far as ``REACH`` times what the last bit of what the
+        piece is given changes in eager kernels, in one of ``MOVES`` ways.
         """
-        moved: list[torch.Tensor] = []
         for k, (mine, theirs) in enumerate(zip(self.run(True), self.run(False), strict=True)):
             relative, absolute = default_tolerances(mine, theirs, *self.piece.types)
             absolute = max(absolute, max(relative, absolute) * _largest(theirs))
             if torch.allclose(mine, theirs, relative, absolute, equal_nan=True):
                 continue
-            moved = moved or self.run(False, moved=True)
-            absolute = max(absolute, REACH * _largest(moved[k] - theirs))
+            for way in range(1, MOVES + 1):
+                absolute = max(absolute, REACH * _largest(self.run(False, way)[k] - theirs))
+                if torch.allclose(mine, theirs, relative, absolute, equal_nan=True):
+                    break
             try:
                 torch.testing.assert_close(mine, theirs, rtol=relative, atol=absolute, equal_nan=True)
             except AssertionError as error:
@@ -234,15 +240,17 @@ class Runner:
         return self.nanoseconds(True) < self.nanoseconds(False)
 
 
-def _gradient(r: torch.Tensor) -> torch.Tensor:
+def _gradient(r: torch.Tensor, way: int = 1) -> torch.Tensor:
     """A gradient for ``r`` whose numbers differ; the same each time, and no generator is asked."""
     places = torch.arange(r.numel(), device=r.device, dtype=torch.float32)
-    return torch.empty_like(r).copy_((places * 0.61803398875).remainder(2).sub(1).view(r.shape))
+    return torch.empty_like(r).copy_((way * (places + 1) * 0.61803398875).remainder(2).sub(1).view(r.shape))
 
 
-def _moved(t: torch.Tensor) -> torch.Tensor:
-    """``t`` with about the last bit of its numbers changed, as rounding does it; the same each time."""
-    return t.detach() * (1 + 2 * torch.finfo(t.dtype).eps * _gradient(t)) if t.is_floating_point() else t.detach()
+def _moved(t: torch.Tensor, way: int) -> torch.Tensor:
+    """``t`` with about the last bit of its numbers changed, as rounding does it; the same each time for one ``way``."""
+    if not t.is_floating_point():
+        return t.detach()
+    return t.detach() * (1 + 2 * torch.finfo(t.dtype).eps * _gradient(t, way))
 
 
 def _largest(t: torch.Tensor) -> float:

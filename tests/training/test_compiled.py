@@ -480,6 +480,27 @@ def test_a_gradient_of_which_only_rounding_is_left_is_no_error() -> None:
     planned(Twins(), torch.cat([x, x + torch.linspace(1e-3, 1, 384)]))
 
 
+def test_a_number_at_a_step_may_be_on_its_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that round otherwise before ``round`` differ by a whole step there."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            below = 0.25 * (1 - torch.finfo(torch.float32).eps / 2)
+            self.weight = nn.Parameter(torch.tensor([0.1, below, 0.7]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ ((self.weight * 2).round() * 3 + self.weight * 0.5)[:, None]
+
+    def beyond(self: Runner, compiled: bool, moved: int = 0) -> list[torch.Tensor]:
+        result, *gradients = run(self, compiled, moved)
+        return [result + 3 * compiled * torch.tensor([0.0, 1.0, 0.0]), *gradients]
+
+    run = Runner.run
+    monkeypatch.setattr(Runner, "run", beyond)
+    planned(Steps(), torch.ones(2, 3))
+
+
 def test_types_within_a_piece_say_how_exact_it_is() -> None:
     """A kernel keeps more of a number than eager mode does that rounds it half-way."""
 
@@ -581,7 +602,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="compile='yes': give True or False"):
         Rockmate(blocks(), rows(), "1 MiB", compile="yes")  # type: ignore[arg-type]
 
-    def wrong(self: Runner, compiled: bool, moved: bool = False) -> list[torch.Tensor]:
+    def wrong(self: Runner, compiled: bool, moved: int = 0) -> list[torch.Tensor]:
         return [t + 0.1 * compiled for t in run(self, compiled, moved)]
 
     run = Runner.run
