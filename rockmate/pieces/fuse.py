@@ -58,7 +58,7 @@ def grouped(program: fx.GraphModule, seen: Mapping[fx.Node, Seen]) -> Grouping:
 def _fusible(nodes: list[fx.Node], seen: Mapping[fx.Node, Seen]) -> set[fx.Node]:
     """Light nodes that need a gradient and change nothing, whose memory no other node changes; what takes tensors out
     of several. What they read is changed neither later nor, where it outlives the call, at all: the code may save it
-    where eager kernels save a result.
+    where eager kernels save a result. Nor is it a fraction, which differs from other calls': each would be compiled.
     """
     last = {base: k for k, n in enumerate(nodes) for base in seen[n].writes}
     written = {base: k if base.op.startswith("call") else len(nodes) for base, k in last.items()}
@@ -68,7 +68,9 @@ def _fusible(nodes: list[fx.Node], seen: Mapping[fx.Node, Seen]) -> set[fx.Node]
             if n.args[0] in found:
                 found.add(n)
         elif seen[n].light and seen[n].grad and not seen[n].writes and seen[n].base not in written:
-            found.update((n,) if all(written.get(seen[i].base, -1) < k for i in n.all_input_nodes) else ())
+            read = [seen[i] for i in n.all_input_nodes]
+            if all(written.get(r.base, -1) < k and not isinstance(r.argument, float) for r in read):
+                found.add(n)
     return found
 
 

@@ -305,6 +305,25 @@ def test_other_sizes() -> None:
         assert_same(second, first)
 
 
+def test_a_fraction_that_changes_in_each_step_is_not_compiled_each_time() -> None:
+    class Anneals(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.slope = blocks(0.0, 2), 0.5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.slope *= 0.9
+            return F.leaky_relu(self.layers(x) * 2 + 1, self.slope).tanh()
+
+    model, said = Anneals(), []
+    handle = rockmate.attach(model, "75%", costs="flops", compile=True, cache=False)
+    for _ in range(4):
+        square(model(rows())).backward()
+        assert handle.plan is not None
+        said.append(handle.plan.pieces)
+    assert said[3] == said[2] == said[1]
+
+
 def test_attach_rockmate_and_the_backend_give_the_same_bits() -> None:
     """Where the budget does not bind, too."""
     rk = planned(blocks(), rows(), budget="100%")
