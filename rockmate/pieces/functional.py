@@ -59,7 +59,7 @@ def _without(n: fx.Node) -> tuple[Any, dict[str, Any]] | None:
     if n.kwargs.get("inplace") is True:
         return n.target, {**n.kwargs, "inplace": False}
     name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
-    if n.op == "call_method" and name.endswith("_") and hasattr(torch.Tensor, name[:-1]):
+    if n.op == "call_method" and name.endswith("_") and callable(getattr(torch.Tensor, name[:-1], None)):
         return name[:-1], dict(n.kwargs)
     if getattr(operator, name, None) is n.target and hasattr(operator, name[1:]):
         return getattr(operator, name[1:]), dict(n.kwargs)

@@ -214,7 +214,8 @@ def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict
         args, kwargs = fx.node.map_arg((n.args, n.kwargs), copies.__getitem__)
         copies[n] = graph.create_node(n.op, n.target, args, kwargs)
     graph.output(tuple(copies[n] for n in outputs))
-    wants = tuple(seen[i].grad for i in inputs)
+    wanted = frozenset().union(*(seen[n].wants for n in needed))  # what is written may need a gradient only later
+    wants = tuple(i in wanted for i in inputs)
     work = [n for n in members if n in needed and seen[n].work]
     words = dict.fromkeys(map(_word, work))
     flows = tuple(seen[n].grad for n in outputs)

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import median
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.testing._comparison import default_tolerances
 
 from rkgb.device import KINDS, kind_of
 from rkgb.errors import UnsupportedError
+from rockmate.calls.numbers import found_in
 from rockmate.errors import PieceError
 from rockmate.pieces.dropout import seeded_dropout
 from rockmate.pieces.kernels import Form, Kernel, compiled, form_of, isolated, without_data
@@ -62,8 +64,10 @@ class Piece(torch.nn.Module):
 
     @cached_property
     def identity(self) -> Hashable:
-        """Pieces with equal ones compute the same."""
-        return self.__dict__["body"].code, self.wants, self.flows
+        """Pieces with equal ones compute the same. Functions that are not found by name may have one name."""
+        body: fx.GraphModule = self.__dict__["body"]
+        functions = (n.target for n in body.graph.nodes if isinstance(n.target, FunctionType))
+        return body.code, self.wants, self.flows, tuple(f for f in functions if not found_in(f))
 
     @cached_property
     def draws(self) -> bool:

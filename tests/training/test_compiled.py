@@ -584,6 +584,39 @@ def with_a_negative_view(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([z.real * 2 + 1, z.imag.tanh() * 3], -1)
 
 
+def put_into_memory_without_gradient(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(64, 32)
+    y[:, :16] = x[:, :16].tanh() * 2
+    y[:, 16:] = x[:, 16:]
+    return y.sin() * x + 1
+
+
+def detached_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.tanh() * 2
+    z = (y.sin() + 1).detach_()
+    return y * z + x
+
+
+def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * factor
+
+    return torch.compiler.allow_in_graph(function)
+
+
+half, twice = times(0.5), times(2.0)
+
+
+def by_functions_of_one_name(x: torch.Tensor) -> torch.Tensor:
+    return twice((half(x) + 1) @ torch.eye(32)) + 1
+
+
+FUNCTIONS = (
+    halved_without_gradient, changed_after_it_was_read, with_a_negative_view, put_into_memory_without_gradient,
+    detached_in_place, by_functions_of_one_name,
+)  # fmt: skip
+
+
 class Between(nn.Module):
     """``function`` after each product; what has been seen so far is a buffer, which is read before it changes."""
 
@@ -603,7 +636,7 @@ class Between(nn.Module):
         return near.sin() + 1, self.aside(near) * 2
 
 
-@pytest.mark.parametrize("function", [halved_without_gradient, changed_after_it_was_read, with_a_negative_view])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_are_near_eager(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Each there where eager mode has it: the loss leaves an output out."""
     found = []
