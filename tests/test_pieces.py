@@ -198,6 +198,20 @@ def test_what_writes_into_what_it_is_given_is_in_no_piece() -> None:
     assert [p.words for p in pieces.values()] == ["mul_add", "sin_cos"]
 
 
+def test_what_is_changed_later_is_read_by_no_piece() -> None:
+    """Its code may save it, where eager kernels save a result. A buffer is changed by the next call, too."""
+
+    def function(x, count, w):  # type: ignore[no-untyped-def]
+        h = x @ w
+        before = torch.tanh(h * 2)
+        count.add_(1)
+        h[0].fill_(0)
+        return (before.exp() + torch.tanh(h * 2) + (h - count)) @ w
+
+    _, pieces = fused(function, tensor(4, 4), torch.ones(4), tensor(4, 4))
+    assert [p.words for p in pieces.values()] == ["tanh_exp_mul_add"]
+
+
 def test_order_of_writes_and_reads() -> None:
     """A group that reads a buffer stands on its side of the write."""
 

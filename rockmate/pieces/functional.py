@@ -29,7 +29,9 @@ def without_writes(program: fx.GraphModule, seen: Mapping[fx.Node, Seen]) -> boo
     aliases: dict[fx.Node, list[fx.Node]] = {}
     found = False
     for n, about in seen.items():
-        if about.light and about.writes == [about.base] and len(about.types) == 1 and about.base.op.startswith("call"):
+        recorded = about.mode.grad or not about.grad  # else the result keeps the history of the tensor before
+        own = about.writes == [about.base] and about.base.op.startswith("call")
+        if about.light and own and recorded and len(about.types) == 1:
             before = aliases[about.base]
             other = _without(n)
             if other and all(places[user] <= places[n] for m in before for user in m.users):
@@ -57,7 +59,7 @@ def _without(n: fx.Node) -> tuple[Any, dict[str, Any]] | None:
     if n.kwargs.get("inplace") is True:
         return n.target, {**n.kwargs, "inplace": False}
     name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
-    if n.op == "call_method" and name.endswith("_") and hasattr(torch.Tensor, name[:-1]):
+    if n.op == "call_method" and name.endswith("_") and callable(getattr(torch.Tensor, name[:-1], None)):
         return name[:-1], dict(n.kwargs)
     if getattr(operator, name, None) is n.target and hasattr(operator, name[1:]):
         return getattr(operator, name[1:]), dict(n.kwargs)

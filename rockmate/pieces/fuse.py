@@ -56,17 +56,21 @@ def grouped(program: fx.GraphModule, seen: Mapping[fx.Node, Seen]) -> Grouping:
 
 
 def _fusible(nodes: list[fx.Node], seen: Mapping[fx.Node, Seen]) -> set[fx.Node]:
-    """Light nodes that need a gradient and change nothing, and whose memory no other node changes; what takes tensors
-    out of several.
+    """Light nodes that need a gradient and change nothing, whose memory no other node changes; what takes tensors out
+    of several. What they read is changed neither later nor, where it outlives the call, at all: the code may save it
+    where eager kernels save a result. Nor is it a fraction, which differs from other calls': each would be compiled.
     """
-    written = {base for n in nodes for base in seen[n].writes}
+    last = {base: k for k, n in enumerate(nodes) for base in seen[n].writes}
+    written = {base: k if base.op.startswith("call") else len(nodes) for base, k in last.items()}
     found: set[fx.Node] = set()
-    for n in nodes:
+    for k, n in enumerate(nodes):
         if takes_one(n, seen):
             if n.args[0] in found:
                 found.add(n)
         elif seen[n].light and seen[n].grad and not seen[n].writes and seen[n].base not in written:
-            found.add(n)
+            read = [seen[i] for i in n.all_input_nodes]
+            if all(written.get(r.base, -1) < k and not isinstance(r.argument, float) for r in read):
+                found.add(n)
     return found
 
 
@@ -210,7 +214,8 @@ def _group(members: Sequence[fx.Node], seen: Mapping[fx.Node, Seen], known: dict
         args, kwargs = fx.node.map_arg((n.args, n.kwargs), copies.__getitem__)
         copies[n] = graph.create_node(n.op, n.target, args, kwargs)
     graph.output(tuple(copies[n] for n in outputs))
-    wants = tuple(seen[i].grad for i in inputs)
+    wanted = frozenset().union(*(seen[n].wants for n in needed))  # what is written may need a gradient only later
+    wants = tuple(i in wanted for i in inputs)
     work = [n for n in members if n in needed and seen[n].work]
     words = dict.fromkeys(map(_word, work))
     flows = tuple(seen[n].grad for n in outputs)

@@ -27,10 +27,15 @@ class Form:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Form:
+        """That of ``t``."""
+        return cls(t.shape, t.stride(), t.dtype, t.device)
+
 
 def form_of(a: Any) -> Hashable:
     """The ``Form`` of a tensor; anything else is what it is."""
-    return Form(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a
+    return Form.of(a) if isinstance(a, torch.Tensor) else a
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,14 @@ class Kernel:
     """The compiled code of a piece for arguments of one form.
 
     ``forward`` takes those arguments that are ``tensors``, and returns ``count`` results and then what ``backward``
-    reads. ``backward`` takes that and the gradients of the results that have one, which lie with these ``strides``; it
-    returns a gradient, or None, for each tensor. ``seconds``: that compiling took.
+    reads. ``backward`` takes that and the ``gradients`` of the results that have one, of these forms; it returns a
+    gradient, or None, for each tensor. ``seconds``: that compiling took.
     """
 
     forward: Code
     backward: Code
     count: int
-    strides: tuple[tuple[int, ...], ...]
+    gradients: tuple[Form, ...]
     tensors: tuple[bool, ...]
     seconds: float
 
@@ -113,7 +118,7 @@ def compiled(body: fx.GraphModule, forms: Sequence[Any], wants: Sequence[bool]) 
 
     start = time.perf_counter()
     made: dict[str, Code] = {}
-    strides: list[tuple[int, ...]] = []
+    gradients: list[Form] = []
     *_, returned = body.graph.nodes
     count = len(returned.args[0])
     mode = FakeTensorMode(static_shapes=True, shape_env=ShapeEnv())  # without one Inductor's disk cache is left out
@@ -136,7 +141,7 @@ def compiled(body: fx.GraphModule, forms: Sequence[Any], wants: Sequence[bool]) 
         return make_boxed_func(found)
 
     def backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        strides.extend(tuple(t.stride()) for t in example_inputs[len(example_inputs) - flowing :])
+        gradients.extend(map(Form.of, example_inputs[len(example_inputs) - flowing :]))
         found = standing_in(gm)
         with unset_fake_temporarily():
             made["backward"] = inner_compiled(gm, example_inputs, is_backward=True)
@@ -169,7 +174,7 @@ def compiled(body: fx.GraphModule, forms: Sequence[Any], wants: Sequence[bool]) 
     are_tensors = tuple(isinstance(f, Form) for f in forms)
     seconds = time.perf_counter() - start
     own = OwnMemory(made["forward"], homes, saved)
-    return Kernel(own, made["backward"], count, tuple(strides), are_tensors, seconds)
+    return Kernel(own, made["backward"], count, tuple(gradients), are_tensors, seconds)
 
 
 def homes_of_results(
@@ -207,8 +212,8 @@ def without_data(
         return [torch.empty_like(t) if w else None for t, w in zip(given, wanted, strict=False)]
 
     results = forward([a for a in arguments if isinstance(a, torch.Tensor)])[: len(flows)]
-    strides = tuple(r.stride() for r, has_one in zip(results, flows, strict=True) if has_one)
-    return Kernel(forward, backward, len(flows), strides, are_tensors, 0.0)
+    gradients = tuple(Form.of(r) for r, has_one in zip(results, flows, strict=True) if has_one)
+    return Kernel(forward, backward, len(flows), gradients, are_tensors, 0.0)
 
 
 def _partitioned(program: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch.testing._comparison import default_tolerances
 
 from rkgb.device import KINDS, kind_of
 from rkgb.errors import UnsupportedError
+from rockmate.calls.numbers import found_in
 from rockmate.errors import PieceError
 from rockmate.pieces.dropout import seeded_dropout
-from rockmate.pieces.kernels import Kernel, compiled, form_of, isolated, without_data
+from rockmate.pieces.kernels import Form, Kernel, compiled, form_of, isolated, without_data
 
 REPEAT = 5
 
@@ -28,6 +30,9 @@ REACH = 16
 """Roundings that a piece may be off by, each as much as the last bit of its inputs changes: about as many as it has one
 after the other, forward and backward. See ``Runner.check``.
 """
+
+MOVES = 12
+"""Ways to change the last bits that are tried: a number at a step (``round``) is on its other side in some of them."""
 
 
 class Piece(torch.nn.Module):
@@ -59,13 +64,27 @@ class Piece(torch.nn.Module):
 
     @cached_property
     def identity(self) -> Hashable:
-        """Pieces with equal ones compute the same."""
-        return self.__dict__["body"].code, self.wants, self.flows
+        """Pieces with equal ones compute the same. Functions that are not found by name may have one name."""
+        body: fx.GraphModule = self.__dict__["body"]
+        functions = (n.target for n in body.graph.nodes if isinstance(n.target, FunctionType))
+        return body.code, self.wants, self.flows, tuple(f for f in functions if not found_in(f))
 
     @cached_property
     def draws(self) -> bool:
         """Whether it draws from a seed."""
         return any(n.target is seeded_dropout for n in self.__dict__["body"].graph.nodes)
+
+    @cached_property
+    def reached(self) -> tuple[frozenset[int], ...]:
+        """For each argument, the places of the results with a gradient that are computed from it."""
+        *nodes, output = self.__dict__["body"].graph.nodes
+        found: dict[fx.Node, set[int]] = {n: set() for n in nodes}
+        for k, n in enumerate(r for r, flows in zip(output.args[0], self.flows, strict=True) if flows):
+            found[n].add(k)
+        for n in reversed(nodes):
+            for i in n.all_input_nodes:
+                found[i] |= found[n]
+        return tuple(frozenset(found[n]) for n in nodes if n.op == "placeholder")
 
     @property
     def seconds(self) -> float:
@@ -122,7 +141,8 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: Piece, *arguments: Any) -> Any:
         ctx.kernel = kernel = piece.kernel(arguments)
-        ctx.flows, ctx.words = piece.flows, piece.words
+        ctx.piece = piece
+        ctx.set_materialize_grads(False)
         found = kernel.forward([a for a, is_tensor in zip(arguments, kernel.tensors, strict=True) if is_tensor])
         results = tuple(found[: kernel.count])
         ctx.save_for_backward(*found[kernel.count :])
@@ -133,19 +153,28 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         kernel: Kernel = ctx.kernel
+        piece: Piece = ctx.piece
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                f"gradients of gradients are wanted (create_graph=True), and a compiled piece ({ctx.words}) has none: "
-                "attach the model without compile=True"
+                f"gradients of gradients are wanted (create_graph=True), and a compiled piece ({piece.words}) has "
+                "none: attach the model without compile=True"
             )
-        given = [g for g, flows in zip(gradients, ctx.flows, strict=True) if flows]
-        laid = [g if g.stride() == s else _with_strides(g, s) for g, s in zip(given, kernel.strides, strict=True)]
-        found = iter(kernel.backward([*ctx.saved_tensors, *laid]))
-        return (None, *(next(found) if is_tensor else None for is_tensor in kernel.tensors))
+        given = [g for g, flows in zip(gradients, piece.flows, strict=True) if flows]
+        laid = [_laid(g, form) for g, form in zip(given, kernel.gradients, strict=True)]
+        feed = iter(kernel.backward([*ctx.saved_tensors, *laid]))
+        found = [next(feed) if is_tensor else None for is_tensor in kernel.tensors]
+        if any(g is None for g in given):  # what only their results are computed from has none in eager mode either
+            there = {k for k, g in enumerate(given) if g is not None}
+            found = [None if there.isdisjoint(ks) else g for g, ks in zip(found, piece.reached, strict=True)]
+        return (None, *found)
 
 
-def _with_strides(g: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(g.shape, strides, dtype=g.dtype, device=g.device).copy_(g)
+def _laid(g: torch.Tensor | None, form: Form) -> torch.Tensor:
+    """``g`` as the kernel reads it; zeros for none."""
+    if g is not None and g.stride() == form.strides and not g.is_neg():
+        return g
+    made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=form.device)
+    return made.zero_() if g is None else made.copy_(g)
 
 
 @dataclass(frozen=True)
@@ -155,9 +184,11 @@ class Runner:
     piece: Piece
     arguments: Sequence[Any]
 
-    def run(self, compiled: bool, moved: bool = False) -> list[torch.Tensor]:
-        """Its results, and the gradients of its arguments. ``moved``: of numbers of which the last bit is another."""
-        place = _moved if moved else torch.Tensor.detach
+    def run(self, compiled: bool, moved: int = 0) -> list[torch.Tensor]:
+        """Its results, and the gradients of its arguments. ``moved``: the way, from 1 on, in which the last bits of
+        numbers are others.
+        """
+        place = partial(_moved, way=moved) if moved else torch.Tensor.detach
         given = [
             place(a).requires_grad_(w) if isinstance(a, torch.Tensor) else a
             for a, w in zip(self.arguments, self.piece.wants, strict=True)
@@ -185,18 +216,19 @@ class Runner:
     def check(self) -> None:
         """Raise ``PieceError`` where the compiled piece is further from eager kernels than ``torch.testing`` allows for
         the types of a piece: the larger of its tolerances, relative to the largest number of a tensor, as sums have an
-        error of that size. Where terms cancel (a bias before a batch norm has no gradient but what was rounded) that
-        says nothing: then it may be as far as ``REACH`` times what the last bit of what the piece is given changes in
-        eager kernels.
+        error of that size. Where terms cancel (a bias before a batch norm has no gradient but what was rounded), or a
+        function has steps, that says nothing: then it may be as far as ``REACH`` times what the last bit of what the
+        piece is given changes in eager kernels, in one of ``MOVES`` ways.
         """
-        moved: list[torch.Tensor] = []
         for k, (mine, theirs) in enumerate(zip(self.run(True), self.run(False), strict=True)):
             relative, absolute = default_tolerances(mine, theirs, *self.piece.types)
             absolute = max(absolute, max(relative, absolute) * _largest(theirs))
             if torch.allclose(mine, theirs, relative, absolute, equal_nan=True):
                 continue
-            moved = moved or self.run(False, moved=True)
-            absolute = max(absolute, REACH * _largest(moved[k] - theirs))
+            for way in range(1, MOVES + 1):
+                absolute = max(absolute, REACH * _largest(self.run(False, way)[k] - theirs))
+                if torch.allclose(mine, theirs, relative, absolute, equal_nan=True):
+                    break
             try:
                 torch.testing.assert_close(mine, theirs, rtol=relative, atol=absolute, equal_nan=True)
             except AssertionError as error:
@@ -212,15 +244,17 @@ class Runner:
         return self.nanoseconds(True) < self.nanoseconds(False)
 
 
-def _gradient(r: torch.Tensor) -> torch.Tensor:
+def _gradient(r: torch.Tensor, way: int = 1) -> torch.Tensor:
     """A gradient for ``r`` whose numbers differ; the same each time, and no generator is asked."""
     places = torch.arange(r.numel(), device=r.device, dtype=torch.float32)
-    return torch.empty_like(r).copy_((places * 0.61803398875).remainder(2).sub(1).view(r.shape))
+    return torch.empty_like(r).copy_((way * (places + 1) * 0.61803398875).remainder(2).sub(1).view(r.shape))
 
 
-def _moved(t: torch.Tensor) -> torch.Tensor:
-    """``t`` with about the last bit of its numbers changed, as rounding does it; the same each time."""
-    return t.detach() * (1 + 2 * torch.finfo(t.dtype).eps * _gradient(t)) if t.is_floating_point() else t.detach()
+def _moved(t: torch.Tensor, way: int) -> torch.Tensor:
+    """``t`` with about the last bit of its numbers changed, as rounding does it; the same each time for one ``way``."""
+    if not t.is_floating_point():
+        return t.detach()
+    return t.detach() * (1 + 2 * torch.finfo(t.dtype).eps * _gradient(t, way))
 
 
 def _largest(t: torch.Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import getitem
 from typing import Any
@@ -25,7 +25,8 @@ class Seen:
 
     ``light``: all that it computes Inductor lowers to kernels of its own. ``work``: operators that make memory.
     ``base``: the node, itself if it allocates, that made the memory of its result. ``grad``: whether a result needs a
-    gradient. ``writes``: the bases of what it changes in place. ``draws``: whether it draws random numbers.
+    gradient; ``wants``: the nodes that it reads whose results need one then. ``writes``: the bases of what it
+    changes in place, or of which it changes whether they need one. ``draws``: whether it draws random numbers.
     ``switches``: whether it is called for what it does to torch (its grad mode). ``types``: of the tensors that it is
     given and makes. ``several``: whether the result is several tensors, of which other nodes take single ones.
     ``argument``: the result as pieces are compiled for it (see ``form_of``), if it is a tensor or a number.
@@ -36,6 +37,7 @@ class Seen:
     work: int
     base: fx.Node
     grad: bool
+    wants: frozenset[fx.Node] = frozenset()
     writes: list[fx.Node] = field(default_factory=list)
     draws: bool = False
     switches: bool = False
@@ -67,19 +69,25 @@ class _Watched(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         given = [self.env[i] for i in n.all_input_nodes]
-        before = [version_of(t) for t in tensors_in(given)]
+        before = [(version_of(t), t.requires_grad) for t in tensors_in(given)]
+        wants = {
+            i for i, x in zip(n.all_input_nodes, given, strict=True) if any(t.requires_grad for t in tensors_in(x))
+        }
         with _Operators() as called:
             result = super().run_node(n)
         if n.op != "output":
-            self.seen[n] = self._about(n, given, before, called, result)
+            self.seen[n] = replace(self._about(n, given, before, called, result), wants=frozenset(wants))
         return result
 
-    def _about(self, n: fx.Node, given: list[Any], before: list[int], called: _Operators, result: Any) -> Seen:
+    def _about(
+        self, n: fx.Node, given: list[Any], before: list[tuple[int, bool]], called: _Operators, result: Any
+    ) -> Seen:
         owners = {storage_key(t): self.seen[i].base for i, x in zip(n.all_input_nodes, given, strict=True)
                   for t in tensors_in(x) if has_memory(t)}  # fmt: skip
         made = list(tensors_in(result))
         bases = [owners.get(storage_key(t), n) for t in made if has_memory(t)]
-        written = [t for t, v in zip(tensors_in(given), before, strict=True) if version_of(t) != v]
+        written = [t for t, was in zip(tensors_in(given), before, strict=True)
+                   if has_memory(t) and (version_of(t), t.requires_grad) != was]  # fmt: skip
         tensors = [*tensors_in(given), *made]
         return Seen(
             light=n.op in ("call_function", "call_method") and called.light and bool(made) and _is_plain(tensors),
@@ -99,7 +107,9 @@ class _Watched(fx.Interpreter):
 def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors are such as Inductor has kernels for, on one device."""
     return len({t.device for t in tensors}) <= 1 and all(
-        type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_complex()
+        type(t) in (torch.Tensor, torch.nn.Parameter)
+        and t.layout == torch.strided
+        and not (t.is_complex() or t.is_neg())
         for t in tensors
     )
 

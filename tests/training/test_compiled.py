@@ -305,6 +305,25 @@ def test_other_sizes() -> None:
         assert_same(second, first)
 
 
+def test_a_fraction_that_changes_in_each_step_is_not_compiled_each_time() -> None:
+    class Anneals(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.slope = blocks(0.0, 2), 0.5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.slope *= 0.9
+            return F.leaky_relu(self.layers(x) * 2 + 1, self.slope).tanh()
+
+    model, said = Anneals(), []
+    handle = rockmate.attach(model, "75%", costs="flops", compile=True, cache=False)
+    for _ in range(4):
+        square(model(rows())).backward()
+        assert handle.plan is not None
+        said.append(handle.plan.pieces)
+    assert said[3] == said[2] == said[1]
+
+
 def test_attach_rockmate_and_the_backend_give_the_same_bits() -> None:
     """Where the budget does not bind, too."""
     rk = planned(blocks(), rows(), budget="100%")
@@ -480,6 +499,27 @@ def test_a_gradient_of_which_only_rounding_is_left_is_no_error() -> None:
     planned(Twins(), torch.cat([x, x + torch.linspace(1e-3, 1, 384)]))
 
 
+def test_a_number_at_a_step_may_be_on_its_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that round otherwise before ``round`` differ by a whole step there."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            below = 0.25 * (1 - torch.finfo(torch.float32).eps / 2)
+            self.weight = nn.Parameter(torch.tensor([0.1, below, 0.7]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ ((self.weight * 2).round() * 3 + self.weight * 0.5)[:, None]
+
+    def beyond(self: Runner, compiled: bool, moved: int = 0) -> list[torch.Tensor]:
+        result, *gradients = run(self, compiled, moved)
+        return [result + 3 * compiled * torch.tensor([0.0, 1.0, 0.0]), *gradients]
+
+    run = Runner.run
+    monkeypatch.setattr(Runner, "run", beyond)
+    planned(Steps(), torch.ones(2, 3))
+
+
 def test_types_within_a_piece_say_how_exact_it_is() -> None:
     """A kernel keeps more of a number than eager mode does that rounds it half-way."""
 
@@ -526,11 +566,95 @@ def test_results_may_be_changed_in_place(head: Callable[[torch.Tensor], tuple[to
     torch.testing.assert_close(*found)
 
 
+def halved_without_gradient(x: torch.Tensor) -> torch.Tensor:
+    y = torch.tanh(x) * 2
+    with torch.no_grad():
+        y *= 0.5
+    return y + 1
+
+
+def changed_after_it_was_read(x: torch.Tensor) -> torch.Tensor:
+    gate = torch.sigmoid(x * 1.5) * 2
+    x.add_(1)
+    return gate + x.tanh()
+
+
+def with_a_negative_view(x: torch.Tensor) -> torch.Tensor:
+    z = torch.view_as_complex(x.unflatten(-1, (-1, 2))).conj()
+    return torch.cat([z.real * 2 + 1, z.imag.tanh() * 3], -1)
+
+
+def put_into_memory_without_gradient(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(64, 32)
+    y[:, :16] = x[:, :16].tanh() * 2
+    y[:, 16:] = x[:, 16:]
+    return y.sin() * x + 1
+
+
+def detached_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.tanh() * 2
+    z = (y.sin() + 1).detach_()
+    return y * z + x
+
+
+def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * factor
+
+    return torch.compiler.allow_in_graph(function)
+
+
+half, twice = times(0.5), times(2.0)
+
+
+def by_functions_of_one_name(x: torch.Tensor) -> torch.Tensor:
+    return twice((half(x) + 1) @ torch.eye(32)) + 1
+
+
+FUNCTIONS = (
+    halved_without_gradient, changed_after_it_was_read, with_a_negative_view, put_into_memory_without_gradient,
+    detached_in_place, by_functions_of_one_name,
+)  # fmt: skip
+
+
+class Between(nn.Module):
+    """``function`` after each product; what has been seen so far is a buffer, which is read before it changes."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.function = nn.ModuleList(nn.Linear(32, 32) for _ in range(2)), function
+        self.aside = nn.LayerNorm(32)
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            x = self.function(layer(x))
+        near = torch.exp(-(x - self.mean).square())
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return near.sin() + 1, self.aside(near) * 2
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients_are_near_eager(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Each there where eager mode has it: the loss leaves an output out."""
+    found = []
+    for attaches in (False, True):
+        model = Between(function)
+        if attaches:
+            rockmate.attach(model, "90%", sample=rows(), costs="flops", cache=False, compile=True)
+        square(model(rows())[0]).backward()
+        found.append([*(p.grad for p in model.parameters()), model.mean])
+    assert [g is None for g in found[1]] == [g is None for g in found[0]]
+    torch.testing.assert_close(*([g for g in part if g is not None] for part in found))
+
+
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="compile='yes': give True or False"):
         Rockmate(blocks(), rows(), "1 MiB", compile="yes")  # type: ignore[arg-type]
 
-    def wrong(self: Runner, compiled: bool, moved: bool = False) -> list[torch.Tensor]:
+    def wrong(self: Runner, compiled: bool, moved: int = 0) -> list[torch.Tensor]:
         return [t + 0.1 * compiled for t in run(self, compiled, moved)]
 
     run = Runner.run
