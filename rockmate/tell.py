@@ -75,7 +75,11 @@ def described(names: list[str], values: list[Any], training: bool | None) -> tup
 def names_of(call: Call) -> list[str]:
     """What the arguments are called, as ``Attachment.described`` reads it."""
     names = []
-    for path, _ in tree_flatten_with_path((call.args, call.kwargs))[0]:
+    try:
+        paths = [path for path, _ in tree_flatten_with_path((call.args, call.kwargs))[0]]
+    except ValueError:  # a class was registered with PyTorch's trees without names of what it holds
+        paths = []
+    for path in paths:
         kind, *rest = path
         where = "kwargs" if getattr(kind, "idx", 0) else "args"
         names.append(".".join([where, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in rest)]))

@@ -14,6 +14,7 @@ import torch
 
 from rkgb.errors import GraphError, MeasureError, UnsupportedError
 from rkgb.sample import Call
+from rkgb.trace.other_draws import draws_put_back
 from rkgb.trees import tensors_of
 from rkgb.warn import warn, warn_once
 from rockmate.calls.capture import Capture
@@ -115,7 +116,7 @@ class Attachment(Handle, OwnCall):
         check_global_hooks()
         end_look()  # not within frames of TorchDynamo: see ``check_no_look``
         model, self.saved = self.model, saved
-        with self._entered(), torch.enable_grad():
+        with self._entered(), torch.enable_grad(), draws_put_back():
             self.inside.planning = True
             try:
                 self._run(model, call)
@@ -235,7 +236,7 @@ class Attachment(Handle, OwnCall):
             )
         self.inside.planning, self.rehearses = False, True
         try:
-            with put_back(model, call.tensors):
+            with put_back(model, call):
                 self._begin(why, partial(self._train_on, model, call, self.terms.options.loss_memory))
         except (RockmateError, GraphError):
             raise

@@ -7,7 +7,9 @@ for others that compile.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ def guard_what_equals_and_differs() -> None:
     translation: Any = torch._dynamo.symbolic_convert
     variables: Any = torch._dynamo.variables
     wrap(variables.builder.VariableBuilder, "__call__", _built)
+    wrap(variables.builder.VariableBuilder, "wrap_symfloat", _with_its_sign)
     wrap(variables.dicts.ConstDictVariable, "install_dict_keys_match_guard", _in_order)
     wrap(variables.dicts.ConstDictVariable, "as_python_constant", _with_its_keys)
     wrap(variables.lists.ListVariable, "call_method", _with_all_keys)
@@ -71,6 +74,13 @@ def _built(build: Callable[..., Any], builder: Any, value: Any) -> Any:
     if is_captured() and _has_another(value) and not _is_torchs(builder.source):
         _guard(builder.source, ALIKE)
     return build(builder, value)
+
+
+def _with_its_sign(wrap_: Callable[..., Any], builder: Any, value: float) -> Any:
+    """-0.0 is no number that changes: computed with symbols, it would be 0.0."""
+    is_negative = value == 0 and math.copysign(1, value) < 0
+    with torch._dynamo.config.patch(specialize_float=True) if is_captured() and is_negative else nullcontext():
+        return wrap_(builder, value)
 
 
 def _is_torchs(source: Any) -> bool:

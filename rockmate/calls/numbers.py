@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rkgb.errors import UnsupportedError
+
 NUMBER = "number_"
 """Inputs of the program of tensors that are numbers have names that begin so."""
 
@@ -49,7 +51,10 @@ class Split:
 
     def inputs(self, arguments: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
         """(inputs of ``program``, numbers) for the inputs of the whole."""
-        found = self.numbers(*arguments)
+        try:
+            found = self.numbers(*arguments)
+        except (ArithmeticError, ValueError) as error:  # 1 / 0, math.sqrt(-1)
+            raise UnsupportedError(f"forward may catch an error of Python's numbers ({error})") from error
         made = (found[k] if dtype is None else torch.tensor(found[k], dtype=dtype) for k, dtype in self.uses)
         return [*(arguments[k] for k in self.kept), *made], found
 

@@ -14,6 +14,7 @@ import functools
 import queue
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from rkgb.errors import UnsupportedError
 from rkgb.randomness import random_state, set_random_state, watched_devices
+from rkgb.sample import Call
 from rkgb.trace.code import is_installed
 from rkgb.trees import tensors_in
 
@@ -35,18 +37,19 @@ _NAMESPACES = (SimpleNamespace, argparse.Namespace, torch.optim.Optimizer, torch
 
 
 class Held:
-    """What the modules of ``model`` hold, and what their code reaches by name: lists, dicts and their kind, objects of
-    classes that are in no installed package, optimizers, other modules, arrays, generators of random numbers.
-    ``tensors``: those that are found, which are not put back. ``one_way``: the names of iterators and queues, which
-    cannot be put back.
+    """What the modules of ``model`` hold and are ``given``, and what their code reaches by name: lists, dicts and their
+    kind, objects of classes that are in no installed package, optimizers, other modules, arrays, generators of random
+    numbers. ``tensors``: those that are found, which are not put back. ``one_way``: the names of iterators and queues,
+    which cannot be put back.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, given: Iterable[Any] = ()) -> None:
         self.one_way: list[str] = []
         self.tensors: dict[int, torch.Tensor] = {}
         self._states: list[tuple[Any, Callable[[], Any], Callable[[Any], Any]]] = []  # with what reads and sets each
         self._seen: dict[int, Any] = {}  # keeps what it has seen, so that no other object gets its number
         self._left: collections.deque[tuple[str, Any]] = collections.deque()  # what it is called, and what it is
+        self._left += (("an argument", x) for x in given)
         classes: dict[type, None] = {}
         for name, m in model.named_modules():
             self._seen[id(m)] = m
@@ -93,7 +96,7 @@ class Held:
             self.tensors[id(x)] = x
             return
         self._seen[id(x)] = x
-        if isinstance(x, _ONE_WAY):
+        if isinstance(x, _ONE_WAY) and type(x) not in weakref.ProxyTypes:  # these have an iterator's methods
             self.one_way.append(place)
         elif isinstance(x, _CONTAINERS):
             self._keep_container(x)
@@ -119,12 +122,12 @@ class Held:
         elif isinstance(x, FunctionType):
             if not is_installed(x.__code__.co_filename) and not _foreign(x.__module__):
                 self._look_at_function(x)
-        elif isinstance(x, MethodType):
-            self._left += ((place, x.__func__), (place, x.__self__))
-        elif isinstance(x, (staticmethod, classmethod)):
-            self._left.append((place, x.__func__))
+        elif isinstance(x, (MethodType, staticmethod, classmethod)):
+            self._left += ((place, x.__func__), (place, getattr(x, "__self__", None)))
         elif isinstance(x, property):
             self._left += ((place, x.fget), (place, x.fset))
+        elif type(x) in weakref.ProxyTypes:
+            self._left.append((place, x.__repr__.__self__))
         elif isinstance(x, partial):
             self._left += ((place, v) for v in (x.func, *x.args, *x.keywords.values()))
         elif isinstance(x, type):
@@ -137,6 +140,7 @@ class Held:
             self._left.append((f"the class {type(x).__qualname__}", type(x)))
 
     def _look_at_function(self, x: FunctionType) -> None:
+        self._keep_container(vars(x))
         variables, names = x.__globals__, _names(x.__code__) & x.__globals__.keys()
         self._left += ((f"the variable {k}", variables[k]) for k in sorted(names))
         self._keep_numbers(variables, names, variables.__setitem__)
@@ -284,18 +288,18 @@ class _Loss(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def put_back(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Train ``model`` within: afterwards all is as it was. Raises ``UnsupportedError`` for iterators and queues, which
-    cannot be put back.
+def put_back(model: torch.nn.Module, call: Call) -> Iterator[None]:
+    """Train ``model`` on ``call`` within: afterwards all is as it was. Raises ``UnsupportedError`` for iterators and
+    queues, which cannot be put back.
     """
-    held = Held(model)
+    held = Held(model, [*call.args, *call.kwargs.values()])
     if held.one_way:
         raise UnsupportedError(
             f"{held.one_way[0]} is an iterator or a queue, and what forward takes from it could not be put back after "
             "the steps that a plan needs ahead of training. Take it outside of forward, or attach the model without "
             "a sample"
         )
-    tensors = _tensors_of(model, [*inputs, *held.tensors.values()])
+    tensors = _tensors_of(model, [*call.tensors, *held.tensors.values()])
     values = [(t, t._version, t.detach(), t.detach().to("cpu", copy=True)) for t in tensors if not t.is_meta]
     gradients = [(t, t.grad) for t in tensors if t.is_leaf]
     for t, gradient in gradients:

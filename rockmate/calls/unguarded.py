@@ -34,13 +34,15 @@ class Noted:
 
     ``shapes``: of the classes of the model's modules, and of those of the user's that other objects are of.
     ``names``: of dicts the keys that are to be the same, in the same order, with weak references to what has them.
-    ``environment``: the variables of the process.
+    ``environment``: the variables of the process. ``builtins``: names of Python's own that the user's code reads, with
+    the variables of its module, among which they are not.
     """
 
     def __init__(self) -> None:
         self.shapes: dict[type, tuple[bool, Any]] = {}  # with whether a class is the user's, which takes long to ask
         self.names: list[tuple[Callable[[], Any], Callable[[Any], list[Any]], list[Any]]] = []
         self.environment: dict[Any, Any] | None = None
+        self.builtins: dict[tuple[str, int], dict[str, Any]] = {}
 
     @property
     def is_stale(self) -> bool:
@@ -48,6 +50,8 @@ class Noted:
         if self.environment not in (None, _environment()):
             return True
         if any(_shape(c, users) != then for c, (users, then) in self.shapes.items()):
+            return True
+        if any(name in variables for (name, _), variables in self.builtins.items()):
             return True
         held = ((keys, holder(), then) for holder, keys, then in self.names)
         return any(x is not None and keys(x) != then for keys, x, then in held)
@@ -84,9 +88,22 @@ class Noted:
 
 
 def _shape(kind: type, users: bool) -> Any:
-    """What a class has: methods, names if it is the user's, what it inherits from."""
+    """What a class has: methods with their code, names if it is the user's, what it inherits from."""
     methods = [v for v in vars(kind).values() if isinstance(v, _METHODS)]
-    return kind.__mro__, [*vars(kind)] if users else None, methods
+    codes = [(f.__code__, _Same(f.__defaults__)) for f in methods if isinstance(f, FunctionType)]
+    return kind.__mro__, [*vars(kind)] if users else None, methods, codes
+
+
+class _Same:
+    """Equals what holds the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _environment() -> dict[Any, Any]:
@@ -126,6 +143,10 @@ def see_what_is_not_guarded() -> None:
       nothing guards that it is not there. In installed packages it is.
     - Orders of ``OrderedDict``, what classes of the user's have, and the names in a ``__dict__`` that is read are noted
       (``Noted``).
+    - Names of Python's own are noted where code of the user's reads them, as a variable of that name may come.
+    - What methods of objects that the code itself makes have in closures and defaults is guarded.
+    - Code that asks for instances of a class is not captured where a metaclass of the user's says which these are, or
+      which attributes they have (a ``Protocol`` of the user's).
     - Code of the user's, or of a model of transformers, that asks whether it is compiled is told that it is not, as in
       eager mode.
     - Profilers that the code opens are not left out: it is not captured.
@@ -139,9 +160,13 @@ def see_what_is_not_guarded() -> None:
     translation: Any = torch._dynamo.symbolic_convert
     variables: Any = torch._dynamo.variables
     wrap(translation.InstructionTranslatorBase, "exception_handler", _without_absences)
+    wrap(translation.InstructionTranslatorBase, "load_builtin_from_argval", _noting_its_name)
+    wrap(variables.builtin.BuiltinVariable, "call_isinstance", _by_its_class)
+    wrap(variables.builtin.BuiltinVariable, "call_issubclass", _by_its_class)
     wrap(variables.builder.VariableBuilder, "__call__", _noting)
     for kind in (variables.UserDefinedObjectVariable, variables.UserFunctionVariable):
         wrap(kind, "var_getattr", _with_its_names)
+    wrap(variables.UserFunctionVariable, "bind_args", _with_a_source)
     wrap(variables.torch.TorchInGraphFunctionVariable, "call_function", _as_eager)
     wrap(variables.ctx_manager.ProfilerContextVariable, "__init__", _not_left_out)
     wrap(torch._dynamo.output_graph.OutputGraph, "_check_requires_grad_intermediate_outputs", _with_its_line)
@@ -187,16 +212,47 @@ _ABSENCES = ("ObservedKeyError", "ObservedAttributeError")
 def _noting(build: Callable[..., Any], builder: Any, value: Any) -> Any:
     if is_captured():
         check()
+        if isinstance(value, dict) and not value and is_the_users_class(type(value)):
+            raise torch._dynamo.exc.Unsupported(f"of an empty {type(value).__name__} only the size is guarded")
         CAPTURING.noted.note(value)
         tracked = builder.tx.output.tracked_fakes
         CAPTURING.tracked[id(tracked)] = tracked
     return build(builder, value)
 
 
+def _noting_its_name(load: Callable[..., Any], translator: Any, name: str) -> Any:
+    if is_captured() and is_the_users(translator.f_code.co_filename):
+        CAPTURING.noted.builtins[name, id(translator.f_globals)] = translator.f_globals
+    return load(translator, name)
+
+
+def _by_its_class(ask: Callable[..., Any], function: Any, translator: Any, value: Any, kinds: Any) -> Any:
+    given = kinds.as_python_constant() if is_captured() and kinds.is_python_constant() else ()
+    for kind in given if isinstance(given, tuple) else getattr(given, "__args__", (given,)):
+        if is_the_users_class(type(kind)) or (getattr(kind, "_is_protocol", False) and is_the_users_class(kind)):
+            raise torch._dynamo.exc.Unsupported(f"whether something is a {kind.__name__} may change")
+    return ask(function, translator, value, kinds)
+
+
 def _with_its_names(read: Callable[..., Any], variable: Any, translator: Any, name: str) -> Any:
     if name == "__dict__" and is_captured():
         CAPTURING.noted.note_names(getattr(variable, "value", getattr(variable, "fn", None)))
     return read(variable, translator, name)
+
+
+def _with_a_source(bind: Callable[..., Any], variable: Any, translator: Any, *args: Any) -> Any:
+    function = variable.fn
+    has_any = function.__closure__ or function.__defaults__ or function.__kwdefaults__
+    is_placed = variable.get_source() is not None or not is_the_users(function.__code__.co_filename)
+    if not is_captured() or not has_any or is_placed:
+        return bind(variable, translator, *args)
+    place = torch._dynamo.source.GlobalSource(translator.output.install_global_by_id("function", function))
+    before = {name: value for name, value in vars(variable).items() if name in ("source", "source_fn")}
+    vars(variable).update(dict.fromkeys(before, place))
+    try:
+        return bind(variable, translator, *args)
+    finally:
+        vars(variable).update(before)
 
 
 def _as_eager(call: Callable[..., Any], function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:

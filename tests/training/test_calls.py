@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, step, under_budget
+from against_eager import assert_in_budget, assert_same, assert_trains_as_eager, planned, snapshot, step, under_budget
 from models import SEVERAL, case, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from rkgb.cost.memory import measure_memory
-from rockmate import Rockmate
+from rockmate import Rockmate, attach
 
 
 class Nested(nn.Module):
@@ -52,6 +53,32 @@ def test_nested_inputs_and_outputs() -> None:
     assert_trains_as_eager(eager, rk, train)
     batch = nested_batch(2)
     assert_in_budget(rk, lambda: step(rk, (batch,), {"scale": 2.0}), batch["shifts"])
+
+
+class Registered:
+    def __init__(self, t: torch.Tensor) -> None:
+        self.t = t
+
+
+class TakesRegistered(Nested):
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        torch._dynamo.graph_break()
+        return super().forward({"x": [given.t], "shifts": []})["out"][0]
+
+
+@pytest.mark.filterwarnings("ignore::rockmate.BudgetWarning")  # next to nothing can run again
+def test_an_argument_of_a_class_that_names_nothing_of_what_it_holds() -> None:
+    """It is registered with PyTorch's trees; the model is followed."""
+    pytree.register_pytree_node(Registered, lambda r: ([r.t], None), lambda held, _: Registered(*held))
+    torch.manual_seed(0)
+    model = TakesRegistered()
+    eager = copy.deepcopy(model)
+    handle = attach(model, "60%", costs="flops", on_infeasible="least")
+    for k in range(4):
+        found = [step(m, (Registered(randn(512, 16, seed=k)),)) for m in (model, eager)]
+        assert_same(*found)
+    assert_same(snapshot(model), snapshot(eager))
+    assert handle.reason
 
 
 @pytest.mark.filterwarnings(SEVERAL)

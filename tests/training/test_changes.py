@@ -7,10 +7,12 @@ import collections
 import functools
 import gc
 import itertools
+import math
 import queue
 import random
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +24,7 @@ from models import randn
 from test_attach import Net
 from torch import nn
 
-from rockmate import BudgetWarning, attach
+from rockmate import BudgetWarning, Rockmate, attach
 
 PYTHON = random.Random(1)
 NUMPY = np.random.default_rng(1)
@@ -231,6 +233,90 @@ def caught(y: torch.Tensor) -> torch.Tensor:
         return y.view(7, -1)
     except RuntimeError:
         return y
+
+
+QUOTIENTS: dict[str, tuple[Callable[[float], float], float]] = {
+    "by a number": (lambda x: 1 / x, 0.0),
+    "rest": (lambda x: 7 % int(x), 0.0),
+    "root": (math.sqrt, -1.0),
+    "power": (lambda x: 10.0**x, 1e3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*:rockmate.BudgetWarning")
+@pytest.mark.parametrize("what", QUOTIENTS)
+def test_an_error_of_a_number_that_changes_is_caught_by_forward(what: str) -> None:
+    compute, last = QUOTIENTS[what]
+
+    class Model(Net):
+        value = 1.0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            try:
+                scale = compute(self.value)
+            except (ArithmeticError, ValueError):
+                scale = 7.0
+            return super().forward(x) * scale
+
+    results = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model, found = Model(), []
+        if attached:
+            attach(model, "60%", costs="flops", on_infeasible="least")
+        for k, value in enumerate((3.0, 2.0, last, 2.0)):
+            model.value = value
+            y = model(randn(64, 32, seed=k))
+            y.square().mean().backward()
+            found.append(y.detach())
+        results.append([*found, *snapshot(model)])
+    assert_same(results[1], results[0])
+
+
+class Pushes:
+    """Counts its calls on itself, and on the function, object and list that it is given or refers to."""
+
+    def __init__(self) -> None:
+        self.counted = types.SimpleNamespace(calls=0)
+        self.proxy = weakref.proxy(self)
+
+    def push(self, m: Any, x: torch.Tensor, values: list[float]) -> torch.Tensor:
+        Pushes.push.calls += 1  # type: ignore[attr-defined]
+        self.proxy.counted.calls += 1
+        values.append(float(x.detach().sum()) * 0 + 1)
+        return x * len(values) * self.counted.calls * Pushes.push.calls  # type: ignore[attr-defined]
+
+
+def test_what_arguments_and_functions_hold_is_put_back_after_the_steps_of_a_sample() -> None:
+    """The model is followed."""
+
+    class Model(Net):
+        def __init__(self, pushes: Pushes) -> None:
+            super().__init__()
+            self.pushes, self.proxy = pushes, weakref.proxy(pushes)
+
+        def forward(self, x: torch.Tensor, values: list[float], drawn: torch.Generator) -> Any:  # type: ignore[override]
+            return super().forward(self.proxy.push(self, x, values)) + torch.rand(1, generator=drawn)
+
+    Pushes.push.calls = 0  # type: ignore[attr-defined]
+    pushes, values, drawn = Pushes(), [], torch.Generator().manual_seed(1)
+    state = drawn.get_state()
+    rk = Rockmate(Model(pushes), (randn(64, 32, seed=0), values, drawn), "80%", costs="flops")
+    assert rk.reason
+    assert (values, pushes.counted.calls, Pushes.push.calls) == ([], 0, 0)  # type: ignore[attr-defined]
+    assert torch.equal(drawn.get_state(), state)
+
+
+def test_a_sample_draws_nothing_from_pythons_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rkgb.trace.other_draws._alone", lambda: True)  # the thread of a time limit draws nothing
+
+    class Model(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x) * random.randint(1, 9)
+
+    before = random.getstate()
+    Rockmate(Model(), randn(64, 32, seed=0), "80%", costs="flops")
+    assert random.getstate() == before
 
 
 @pytest.mark.filterwarnings("ignore:.*:rockmate.BudgetWarning")

@@ -103,6 +103,14 @@ def test_an_attribute_that_equals_the_one_before(what: str) -> None:
     check(Reads(of_value(read)), call)
 
 
+def test_a_number_that_changes_becomes_either_zero() -> None:
+    def call(m: Reads, k: int) -> torch.Tensor:
+        m.value = (1.0, 2.0, 0.0, -0.0)[k]
+        return m(randn(64, 16, seed=0))
+
+    check(Reads(of_value(lambda x: x + math.copysign(1, x))), call)
+
+
 @pytest.mark.parametrize("what", ["dict(dict)", "named"])
 def test_arguments_in_another_order(what: str) -> None:
     a, b = torch.full((16,), 0.1), torch.full((16,), 0.7)

@@ -6,12 +6,13 @@ import array
 import collections
 import contextvars
 import copy
+import dataclasses
 import logging
 import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pytest
@@ -348,6 +349,148 @@ def test_objects_that_become_the_same_and_classes_that_change_are_seen(what: str
         for c, names in before.items():
             for name in set(vars(c)) - set(names):
                 delattr(c, name)
+
+
+Made = tuple[Callable[[Any, torch.Tensor], Any], Callable[[], Any]]
+"""What forward multiplies by, and what changes that."""
+
+
+def code_of_a_method() -> Made:
+    class Own:
+        def scale(self) -> float:
+            return 1.0
+
+    def other(self: Own) -> float:
+        return 2.0
+
+    own = Own()
+    return lambda m, h: own.scale(), lambda: setattr(Own.scale, "__code__", other.__code__)
+
+
+def defaults_of_a_method() -> Made:
+    class Own:
+        def __init__(self, scale: float = 1.0) -> None:
+            self.scale = scale
+
+    return lambda m, h: Own().scale, lambda: setattr(Own.__init__, "__defaults__", (2.0,))
+
+
+def closure_of_what_forward_makes() -> Made:
+    scales = [1.0]
+
+    class Own:
+        def __init__(self) -> None:
+            self.scale = scales[0]
+
+    return lambda m, h: Own().scale, lambda: scales.append(scales.pop() + 1)
+
+
+def closure_of_a_data_class() -> Made:
+    scale = 1.0
+
+    @dataclasses.dataclass
+    class Own:
+        scale: float = 1.0
+
+        def __post_init__(self) -> None:
+            self.scale *= scale
+
+    def change() -> None:
+        nonlocal scale
+        scale = 2.0
+
+    return lambda m, h: Own().scale, change
+
+
+def default_of_what_forward_makes() -> Made:
+    class Own:
+        def scale(self, scales: list[float] = [1.0]) -> float:  # noqa: B006
+            return scales[0]
+
+    def change() -> None:
+        assert Own.scale.__defaults__ is not None
+        Own.scale.__defaults__[0][0] = 2.0
+
+    return lambda m, h: Own().scale(), change
+
+
+def property_of_what_forward_makes() -> Made:
+    scales = [1.0]
+
+    class Own:
+        @property
+        def scale(self) -> float:
+            return scales[0]
+
+    return lambda m, h: Own().scale, lambda: scales.append(scales.pop() + 1)
+
+
+def attribute_of_an_empty_dict() -> Made:
+    class Own(dict[str, float]):
+        scale = 1.0
+
+        def __missing__(self, key: str) -> float:
+            return self.scale
+
+    own = Own()
+    return lambda m, h: own["scale"], lambda: setattr(own, "scale", 2.0)
+
+
+def name_of_pythons_own() -> Made:
+    globals().pop("sum", None)
+    return lambda m, h: sum([1.0, 1.0]), lambda: globals().update(sum=max)
+
+
+def protocol() -> Made:
+    @runtime_checkable
+    class Scales(Protocol):
+        def scale(self) -> float: ...
+
+    class Own: ...
+
+    own = Own()
+    return lambda m, h: 1.0 if isinstance(own, Scales) else 2.0, lambda: setattr(own, "scale", lambda: 1.0)
+
+
+def metaclass() -> Made:
+    class Kind(type):
+        on = True
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return cls.on
+
+    class Own(metaclass=Kind): ...
+
+    return lambda m, h: 1.0 if isinstance(m.table, Own) else 2.0, lambda: setattr(Own, "on", False)
+
+
+MADE = [
+    *(code_of_a_method, defaults_of_a_method, closure_of_what_forward_makes, closure_of_a_data_class),
+    *(default_of_what_forward_makes, property_of_what_forward_makes, attribute_of_an_empty_dict),
+    *(name_of_pythons_own, protocol, metaclass),
+]
+
+
+@pytest.mark.parametrize("make", MADE)
+@pytest.mark.filterwarnings("ignore::rockmate.BudgetWarning")  # other graphs come when the change does
+def test_what_code_reads_that_has_no_place_in_the_model(make: Callable[[], Made]) -> None:
+    results = []
+    for attached in (False, True):
+        read, change = make()
+        torch.manual_seed(0)
+        model, found = Reads(read), []
+        if attached:
+            attach(model, "60%", costs="flops", on_infeasible="least")
+        for k in range(4):
+            if k == 2:
+                change()
+            y = model(randn(256, 16, seed=0))
+            y.square().mean().backward()
+            found.append(y.detach())
+        results.append([*found, *snapshot(model)])
+    globals().pop("sum", None)
+    assert_same(results[1], results[0])
+    assert not torch.equal(*results[0][1:3])
 
 
 class Doubles(TorchFunctionMode):
