@@ -310,7 +310,7 @@ class Handle(Front):
         """``error`` with the model's name, without its frames. With the budget "auto", it says where the memory of the
         device goes.
         """
-        said = f"{self.name}: {error}"
+        said = f"{self.name}: {error}{self.terms.steps.of_one(error)}"
         if True in self.said_checkpoints:
             said += " Parts of it keep checkpoints of their own (torch.utils.checkpoint): remove those first."
         if auto:

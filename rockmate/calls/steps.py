@@ -16,11 +16,24 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from rkgb.warn import warn
-from rockmate.budget import show_at_least, show_at_most, show_bytes
+from rockmate.budget import show_bytes
 from rockmate.calls.look import FAILED, Look
-from rockmate.calls.whole_steps import Form, KnownStep, Turn, WholeStep, form_of, least_from_start, names_of, phases_of
+from rockmate.calls.whole_steps import (
+    UNMEASURED,
+    WITHOUT,
+    Form,
+    KnownStep,
+    StepInfeasibleError,
+    Turn,
+    WholeStep,
+    form_of,
+    infeasible_step,
+    least_from_start,
+    names_of,
+    phases_of,
+)
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
-from rockmate.planning.report import line_of_call, some_of
+from rockmate.planning.report import line_of_call
 from rockmate.planning.ways import Ways, peak_of
 from rockmate.tell import LOG, LONG
 from solvers import InfeasibleError
@@ -99,6 +112,13 @@ class Steps:
     def calls(self) -> int:
         """How many calls the step that is here has, as far as that is known."""
         return max(len(self._turns), 1 if self._last is None else len(self._last.keys))
+
+    def of_one(self, error: InfeasibleBudgetError) -> str:
+        """What is said of the least budget of an ``error``, where it is that of one call, and others may come."""
+        calls, seen = max(self.place() + 1, self.calls), self._last is not None or bool(self._turns)
+        if isinstance(error, StepInfeasibleError) or (calls == 1 and seen):
+            return ""
+        return f" This is for one call{f' of {calls}' * (calls > 1)}: all calls before a backward share the budget."
 
     @property
     def are_planned(self) -> bool:
@@ -229,22 +249,23 @@ class Steps:
             try:
                 step.chosen = _shared(fixed, ways[len(taken) :], phases, left)
             except InfeasibleError as error:
-                if taken or any(w.rough for w in ways):
+                if any(w.rough for w in ways) or (taken and step.problem is not None):
                     return None
-                least = least_from_start(ways, phases, error.min_budget) + step.beside
-                eager = self._eager[step.form] + step.beside
-                problem = _infeasible(step, ways, budget, least, eager), least
-                if not self.terms.least and not self._may_be_another(step.form):
-                    raise InfeasibleBudgetError(*problem) from None
-                step.chosen = least_of([w.within(left, tight=True) for w in ways], phases)
+                if not taken:  # else this call is seen to take more than when the ways of those before were chosen
+                    least = least_from_start(ways, phases, error.min_budget) + step.beside
+                    eager = self._eager[step.form] + step.beside
+                    problem = infeasible_step(step, ways, budget, least, eager), least
+                    if not self.terms.least and not self._may_be_another(step.form):
+                        raise StepInfeasibleError(*problem) from None
+                step.chosen = least_of([*fixed, *(w.within(left, tight=True) for w in ways[len(taken) :])], phases)
             step.budget, step.ways, step.fixed = left, ways, len(taken)
             step.problem = None if self.terms.least else problem
             if step.problem is not None:
                 return None  # the calls that fit run: see ``_left``
             if problem is not None:
-                self._say(f"{problem[0]} The plans of least memory run instead.")
+                self._say(f"{problem[0].removesuffix(UNMEASURED)} The plans of least memory run instead.")
             peak = max(level(phase, step.chosen) for phase in phases) + step.beside
-            if not taken and peak != step.peak:
+            if peak != step.peak:
                 step.peak, step.asked = peak, budget
                 step.tell()
         return step.chosen[len(taken)]
@@ -270,14 +291,14 @@ class Steps:
             if fitting:
                 return min(fitting, key=lambda way: way.time)
         if step is not None and step.problem is not None:
-            raise InfeasibleBudgetError(*step.problem)
+            raise StepInfeasibleError(*step.problem)
         least = min(choices, key=peak_of)
         names = names_of([*(turn.ways for turn in waiting), ways])
         self._say(
             f"{names} {'were' if ' and ' in names else 'was'} called {len(waiting) + 1} times before a backward. What "
             f"the calls keep adds up, here to {show_bytes(held + peak_of(least))}, and the budget of "
             f"{show_bytes(budget)} is for the whole step. "
-            f"The calls of later steps like this one are planned together. {_WITHOUT}"
+            f"The calls of later steps like this one are planned together. {WITHOUT}"
         )
         return least
 
@@ -327,23 +348,3 @@ def _shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequen
         return share([*fixed, *(w.within(budget) for w in ways)], phases, budget)
     except InfeasibleError:
         return share([*fixed, *(w.within(budget, tight=True) for w in ways)], phases, budget)
-
-
-def _infeasible(step: KnownStep, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
-    calls, count = "; ".join(some_of(list(dict.fromkeys(line_of_call(w.call) for w in ways)))), len(ways)
-    names = names_of(ways)
-    return (
-        f"no plan fits a budget of {show_at_most(budget)} for a step in which {names} "
-        f"{'are' if ' and ' in names else 'is'} called {count} times before all backwards are over ({calls}): the "
-        f"smallest budget that the calls can be planned for together is {show_at_least(least)}; without "
-        f"recomputation the step takes {show_at_least(eager)}. Raise the budget, make the batch smaller, or call "
-        f"backward after each call (gradients add up). {_WITHOUT}{'' if step.measured else _UNMEASURED}"
-    )
-
-
-_WITHOUT = "Forwards without a backward belong under torch.no_grad()."
-
-_UNMEASURED = (
-    " No such step was measured yet: what it makes between its calls comes on top, once a step under a larger budget "
-    "has shown that."
-)

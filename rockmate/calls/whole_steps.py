@@ -12,14 +12,20 @@ from typing import Any
 import torch
 
 from rkgb.device.kind import Moment
-from rockmate.budget import show_bytes
+from rockmate.budget import show_at_least, show_at_most, show_bytes
 from rockmate.calls.look import Look, StepLook
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.planning.report import line_of_call, some_of
 from rockmate.planning.ways import Waits, Ways
 from rockmate.tell import ANOTHER_OVERHEAD, LOG, costly
 from solvers.calls import Phase, Way, least_of, level
 
 _CLOCK = itertools.count(1)
 """The order of forwards and backwards."""
+
+
+class StepInfeasibleError(InfeasibleBudgetError):
+    """No plans of all calls of a step fit its budget."""
 
 
 class Turn:
@@ -161,7 +167,6 @@ class WholeStep(StepLook):
     def __init__(self, step: KnownStep, turns: list[Turn], device: torch.device, say: Callable[[str], None]) -> None:
         super().__init__(device)
         self.step, self.turns, self.say = step, turns, say
-        self.chosen, self.predicted = list(step.chosen), step.peak
         step.looks += 1
         self.mark()
 
@@ -201,13 +206,12 @@ class WholeStep(StepLook):
     def ended(self, moments: list[Moment], stays: bool) -> None:
         """What it took above the prediction is planned for."""
         step, peak = self.step, max(moment.peak for moment in moments)
-        if [turn.way for turn in self.turns] != self.chosen:  # another step than was expected
+        if [turn.way for turn in self.turns] != step.chosen:  # another step than was expected
             step.unfinished += 1
-            return
-        step.measured, step.waits = self.chosen, _waits(step.ways)
-        if peak > self.predicted:
-            step.beside += peak - self.predicted
-        if peak > step.asked >= self.predicted:
+        else:
+            step.measured, step.waits = step.chosen, _waits(step.ways)
+            step.beside += max(0, peak - step.peak)
+        if peak > step.asked >= step.peak:
             self.say(
                 f"the last step of {names_of(step.ways)} took {show_bytes(peak)}, more than the budget of "
                 f"{show_bytes(step.asked)}, as its calls were not known well enough. Later steps like it are planned "
@@ -248,3 +252,24 @@ def least_from_start(ways: Sequence[Ways], phases: Sequence[Phase], least: int) 
             break
         least = need
     return least
+
+
+def infeasible_step(step: KnownStep, ways: Sequence[Ways], budget: int, least: int, eager: int) -> str:
+    """Why no plans fit the ``budget``; ``least``, ``eager``: what the step takes at least, and without any."""
+    calls, count = "; ".join(some_of(list(dict.fromkeys(line_of_call(w.call) for w in ways)))), len(ways)
+    names = names_of(ways)
+    return (
+        f"no plan fits a budget of {show_at_most(budget)} for a step in which {names} "
+        f"{'are' if ' and ' in names else 'is'} called {count} times before all backwards are over ({calls}): the "
+        f"smallest budget that the calls can be planned for together is {show_at_least(least)}; without "
+        f"recomputation the step takes {show_at_least(eager)}. Raise the budget, make the batch smaller, or call "
+        f"backward after each call (gradients add up). {WITHOUT}{'' if step.measured else UNMEASURED}"
+    )
+
+
+WITHOUT = "Forwards without a backward belong under torch.no_grad()."
+
+UNMEASURED = (
+    " No such step was measured yet: what it makes between its calls comes on top, once a step under a larger budget "
+    "has shown that."
+)

@@ -18,7 +18,9 @@ from torch import fx
 from rkgb.device import kind_of
 from rkgb.program import in_mode
 from rkgb.settings import settings
+from rkgb.trace.operators import WritesSeen
 from rkgb.trace.preserved import drop_saved, preserved
+from rkgb.trace.written import put_back
 from rockmate.calls.functions import copied
 from rockmate.pieces.dropout import with_seeds
 from rockmate.pieces.functional import without_writes
@@ -66,16 +68,22 @@ def with_compiled_pieces(
 ) -> Pieces:
     """``program`` with those of its light operations compiled that ``choices`` says.
 
-    ``inputs``: of a call, on which pieces are looked at; buffers and generators are put back. ``known``: pieces by
-    their identity, those of other programs of the model. Raises ``PieceError`` for a piece whose numbers are wrong.
+    ``inputs``: of a call, on which pieces are looked at; what this changes is put back, parameters that the program
+    writes to, too. ``known``: pieces by their identity, those of other programs of the model. Raises ``PieceError`` for
+    a piece whose numbers are wrong.
     """
     program = fx.GraphModule(program, copied(program.graph))
     tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
     without_statistics(program)
     with_seeds(program, tensors[0].device)
     changed = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
-    with preserved(torch.nn.Module(), changed), torch.enable_grad(), drop_saved():
+    parameters = torch.nn.ParameterList(t for t in tensors if isinstance(t, torch.nn.Parameter))
+    back = preserved(torch.nn.Module(), changed), put_back(parameters, writes := WritesSeen())
+    with back[0], back[1], writes, torch.enable_grad(), drop_saved():
         seen = watch(program, inputs)
+    written = {base for about in seen.values() for base in about.writes}
+    places = zip(program.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    changed += [t for place, t in places if place in written and isinstance(t, torch.nn.Parameter)]
     if without_writes(program, seen):
         with preserved(torch.nn.Module(), changed), torch.enable_grad(), drop_saved():
             seen = watch(program, inputs)

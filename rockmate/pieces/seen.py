@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rkgb.nodes import Mode
 from rkgb.storages import has_memory, storage_key, version_of
 from rkgb.trace.capture import current_mode
+from rkgb.trace.operators import named, written_arguments
 from rkgb.trees import tensors_in
 from rockmate.pieces.kernels import form_of
 
@@ -86,8 +87,8 @@ class _Watched(fx.Interpreter):
                   for t in tensors_in(x) if has_memory(t)}  # fmt: skip
         made = list(tensors_in(result))
         bases = [owners.get(storage_key(t), n) for t in made if has_memory(t)]
-        written = [t for t, was in zip(tensors_in(given), before, strict=True)
-                   if has_memory(t) and (version_of(t), t.requires_grad) != was]  # fmt: skip
+        written = [t for t, was in zip(tensors_in(given), before, strict=True) if has_memory(t)
+                   and ((version_of(t), t.requires_grad) != was or storage_key(t) in called.written)]  # fmt: skip
         tensors = [*tensors_in(given), *made]
         return Seen(
             light=n.op in ("call_function", "call_method") and called.light and bool(made) and _is_plain(tensors),
@@ -115,16 +116,22 @@ def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class _Operators(TorchDispatchMode):
-    """Notes what is called below autograd. ``light``: whether all of it is; ``work``: operators that make memory."""
+    """Notes what is called below autograd. ``light``: whether all of it is; ``work``: operators that make memory;
+    ``written``: the memory that is written to, as under a mode ``torch._foreach_add_`` and its like count no versions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.light, self.work, self.draws = True, 0, False
+        self.written: set[int] = set()
         self._made: set[int] = set()  # memory that was not there before the node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        given_by_name = named(func, args, kwargs or {})
+        changed = [given_by_name.get(name) for _, name in written_arguments(func)]
+        self.written |= {storage_key(t) for t in tensors_in(changed) if has_memory(t)}
         if not func.is_view:
             given = {storage_key(t) for t in tensors_in((args, kwargs)) if has_memory(t)}
             self.work += not all(has_memory(t) and storage_key(t) in given for t in tensors_in(result))

@@ -604,6 +604,27 @@ def test_a_planned_step_of_several_calls_takes_what_is_predicted(step: Step, pri
     assert known.peak - 2 * Cpu.scalars <= run(step, [model], x) <= known.peak <= handle.budget
 
 
+def with_a_result_that_goes(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """Of four calls, one has no backward, and the loss keeps as much as their results take."""
+    results = [m[0](x)]
+    results += [m[0](results[0])]
+    results += [m[0](results[1]), m[0](results[0].detach())]
+    del results[2]
+    sum((F.mse_loss(y, torch.zeros_like(y)) for y in results), x.new_zeros(())).backward()
+
+
+@SEVERAL
+def test_calls_that_are_planned_again_leave_room_for_those_that_follow() -> None:
+    """The ways of the calls before them were chosen for what was known until then."""
+    torch.manual_seed(0)
+    model, x = Layers(3), randn(ROWS, WIDTH, seed=1)
+    budget = int(0.4 * run(with_a_result_that_goes, [copy.deepcopy(model)], x))
+    attach(model, budget, costs="flops", cache=False)
+    for _ in range(STEPS):
+        with_a_result_that_goes([model], x)
+    assert measure_peak(lambda: with_a_result_that_goes([model], x)) <= budget
+
+
 class ChangingSides(Layers):
     """Takes more memory in each second call. ``derives``: a backward runs within forward."""
 

@@ -636,6 +636,35 @@ class Between(nn.Module):
         return near.sin() + 1, self.aside(near) * 2
 
 
+class Teacher(nn.Module):
+    """Its forward moves the weights of one part towards those of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.pupil, self.teacher = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch._foreach_lerp_([*self.teacher.parameters()], [*self.pupil.parameters()], 0.1)
+            self.teacher.weight.mul_(0.5)
+            aim = self.teacher(x)
+        return (self.pupil(x).tanh() * 2 - aim).square() + 1
+
+
+def test_parameters_that_forward_changes_change_once() -> None:
+    """Also where pieces are looked at, which takes runs of the forward."""
+    args = (rows().flatten(0, -2)[:, :32],)
+    assert_near_eager(Teacher, args)
+    model, eager = Teacher(), Teacher()
+    rk = planned(model, *args)
+    assert "of them compiled" in str(rk.plan)
+    assert_same([*model.parameters()], [*eager.parameters()])
+    for _ in range(2):
+        rk(*args), eager(*args)
+        assert_same([*model.parameters()], [*eager.parameters()])
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_are_near_eager(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Each there where eager mode has it: the loss leaves an output out."""

@@ -107,6 +107,26 @@ def test_budgets_that_an_error_names_can_be_given_from_the_start(name: str) -> N
         trained(found, options, step, **more)
 
 
+@pytest.mark.filterwarnings("ignore:.*called 2 times:rockmate.BudgetWarning")
+@pytest.mark.parametrize("options", [{}, BRANCHES])
+def test_a_least_budget_of_one_call_says_so_where_others_may_come(options: dict[str, Any]) -> None:
+    """Where calls of a step are planned together, the error is for all of them."""
+
+    def said(step: Step, budget: str) -> str:
+        with pytest.raises(InfeasibleBudgetError) as error:
+            trained(budget, options, step)
+        return str(error.value)
+
+    single, several = trained("100 KiB", options, small_loss), trained("120 KiB", options, two_calls)
+    for handle, words in ((single, ""), (several, "This is for one call of 2: all calls")):
+        with pytest.raises(InfeasibleBudgetError) as error:
+            handle.budget = "1 KiB"
+        assert words in str(error.value) and ("one call" in str(error.value)) == bool(words)
+    if not options:
+        assert "one call" not in said(two_calls, "60 KiB")
+        assert "This is for one call: all calls" in said(two_calls, "1 KiB")
+
+
 @pytest.mark.filterwarnings("ignore:.*The plan of least memory runs instead:rockmate.BudgetWarning")
 def test_a_share_that_no_plan_fits_before_the_loss_was_seen_is_one_of_the_step_with_it() -> None:
     """The first step runs with least memory, and the share is of what it took."""
