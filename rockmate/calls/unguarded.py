@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ checkpoints get, and what each had then.
 class Noted:
     """What captured calls of a model have read, as it was when they were captured.
 
-    ``shapes``: of the classes of the model's modules, and of those of the user's that other objects are of.
+    ``shapes``: of the classes of the model's modules, and of those of the user's that other objects are of. ``codes``:
+    of methods of the user's, with their defaults.
     ``names``: of dicts the keys that are to be the same, in the same order, with weak references to what has them.
     ``environment``: the variables of the process. ``builtins``: names of Python's own that the user's code reads, with
     the variables of its module, among which they are not.
@@ -40,6 +41,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.shapes: dict[type, tuple[bool, Any]] = {}  # with whether a class is the user's, which takes long to ask
+        self.codes: list[tuple[FunctionType, CodeType, tuple[Any, ...] | None]] = []
         self.names: list[tuple[Callable[[], Any], Callable[[Any], list[Any]], list[Any]]] = []
         self.environment: dict[Any, Any] | None = None
         self.builtins: dict[tuple[str, int], dict[str, Any]] = {}
@@ -50,6 +52,8 @@ class Noted:
         if self.environment not in (None, _environment()):
             return True
         if any(_shape(c, users) != then for c, (users, then) in self.shapes.items()):
+            return True
+        if any(f.__code__ is not code or f.__defaults__ is not given for f, code, given in self.codes):
             return True
         if any(name in variables for (name, _), variables in self.builtins.items()):
             return True
@@ -85,25 +89,14 @@ class Noted:
             if c not in self.shapes:
                 users = is_the_users_class(c)
                 self.shapes[c] = users, _shape(c, users)
+                own = (f for f in vars(c).values() if users and isinstance(f, FunctionType))
+                self.codes += ((f, f.__code__, f.__defaults__) for f in own)
 
 
 def _shape(kind: type, users: bool) -> Any:
-    """What a class has: methods with their code, names if it is the user's, what it inherits from."""
+    """What a class has: methods, names if it is the user's, what it inherits from."""
     methods = [v for v in vars(kind).values() if isinstance(v, _METHODS)]
-    codes = [(f.__code__, _Same(f.__defaults__)) for f in methods if isinstance(f, FunctionType)]
-    return kind.__mro__, [*vars(kind)] if users else None, methods, codes
-
-
-class _Same:
-    """Equals what holds the same object."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    __hash__ = None  # type: ignore[assignment]
+    return kind.__mro__, [*vars(kind)] if users else None, methods
 
 
 def _environment() -> dict[Any, Any]:
