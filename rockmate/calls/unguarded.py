@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, UnionType
 from typing import Any
 
 import torch
@@ -221,7 +221,8 @@ def _noting_its_name(load: Callable[..., Any], translator: Any, name: str) -> An
 
 def _by_its_class(ask: Callable[..., Any], function: Any, translator: Any, value: Any, kinds: Any) -> Any:
     given = kinds.as_python_constant() if is_captured() and kinds.is_python_constant() else ()
-    for kind in given if isinstance(given, tuple) else getattr(given, "__args__", (given,)):
+    given = given.__args__ if isinstance(given, UnionType) else given
+    for kind in given if isinstance(given, tuple) else (given,):
         if is_the_users_class(type(kind)) or (getattr(kind, "_is_protocol", False) and is_the_users_class(kind)):
             raise torch._dynamo.exc.Unsupported(f"whether something is a {kind.__name__} may change")
     return ask(function, translator, value, kinds)
