@@ -78,8 +78,14 @@ def with_compiled_pieces(
     with_seeds(program, tensors[0].device)
     changed = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
     parameters = torch.nn.ParameterList(t for t in tensors if isinstance(t, torch.nn.Parameter))
-    back = preserved(torch.nn.Module(), changed), put_back(parameters, writes := WritesSeen())
-    with back[0], back[1], writes, torch.enable_grad(), drop_saved():
+    writes = WritesSeen()
+    with (
+        preserved(torch.nn.Module(), changed),
+        put_back(parameters, writes),
+        writes,
+        torch.enable_grad(),
+        drop_saved(),
+    ):
         seen = watch(program, inputs)
     written = {base for about in seen.values() for base in about.writes}
     places = zip(program.graph.find_nodes(op="placeholder"), inputs, strict=True)
