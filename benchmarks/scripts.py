@@ -7,6 +7,7 @@ Each script runs plain and attached, in turns, each time in a fresh process of o
 from the first step to the last, everything that planning needs included. Losses must be equal, bit for bit, and the
 largest peak of a step within the budget, a share of the largest plain one. The first step of each size is compared and
 planned for, so peaks are of a fifth pass over all steps, each with the random numbers that it had before.
+``torch``: the same of ``torch.compile(model, backend="eager")``, which compiles no kernel: what captures take at least.
 ``later``: the median of the steps after the third, as a multiple of the plain one. Some of them bring a new size, or
 other layers, and are planned for. ``settled``: the same of steps that came twice before, with the same random numbers.
 Exit status 1 if a check fails. Needs transformers, but for ``--short``.
@@ -57,7 +58,8 @@ class Script:
 
 @dataclass(frozen=True)
 class Row:
-    """``steps``, ``sizes``: how many; ``plans``: graphs that were traced or solved for. Seconds of the processor.
+    """``steps``, ``sizes``: how many; ``plans``: graphs that were traced or solved for. Seconds of the processor;
+    ``torch``: those of captures alone, see the file's text.
     ``later``, ``settled``: of steps, as multiples of the plain ones. ``most``: see ``Script``.
     """
 
@@ -68,6 +70,7 @@ class Row:
     plain: float
     attached: float
     goal: float | None
+    torch: float | None
     equal: bool
     budget: int
     peak: int
@@ -409,7 +412,9 @@ SCRIPTS = {
     "lstm": Script(Recurrent, lambda: text(STEPS, 1, 95, 97, 512), itself, None, 105, 1.3),
 }  # fmt: skip
 SHORT = {
-    "transformer": Script(lambda: nn.Transformer(16, 2, 1, 1, 32, batch_first=True), lambda: pairs(4, 3, 16), square),
+    "transformer": Script(
+        lambda: nn.Transformer(16, 2, 1, 1, 32, batch_first=True), lambda: pairs(4, 3, 16), square, 5,
+    ),
     "resnet": Script(Residual, lambda: images(1, 8), itself),
     "experts": Script(
         lambda: Experts(16, 1),
@@ -419,8 +424,9 @@ SHORT = {
 }  # fmt: skip
 
 
-def run(script: Script, budget: int | None, device: str = "cpu") -> dict[str, Any]:
-    """Train once; seconds, losses, the plans made, and the largest peak of a step in a fifth pass.
+def run(script: Script, budget: int | None, device: str = "cpu", captures: bool = False) -> dict[str, Any]:
+    """Train once; seconds, losses, the plans made, and the largest peak of a step in a fifth pass. ``captures``: one
+    pass alone, of the model as ``torch.compile`` captures it.
 
     Seconds are of the processor, and on another device of the clock.
     """
@@ -433,6 +439,8 @@ def run(script: Script, budget: int | None, device: str = "cpu") -> dict[str, An
     optimizer.zero_grad()
     start, losses, times = clock(), [], []
     handle = None if budget is None else rockmate.attach(model, budget, cache=False)
+    if captures:
+        model.compile(backend="eager")
 
     def step(batch: Batch) -> None:
         begun = clock()
@@ -452,6 +460,8 @@ def run(script: Script, budget: int | None, device: str = "cpu") -> dict[str, An
     for k in steps:
         seeded(k)
     seconds, peaks = clock() - start, []
+    if captures:
+        return {"seconds": seconds}
     for _ in range(3):  # a size that fits as it is gets its plan at its second call, and the others meet that plan then
         for k in steps:
             seeded(k)
@@ -463,12 +473,13 @@ def run(script: Script, budget: int | None, device: str = "cpu") -> dict[str, An
     return {"seconds": seconds, "peak": max(peaks), **found}
 
 
-def in_a_process(name: str, budget: int | None, short: bool) -> dict[str, Any]:
+def in_a_process(name: str, budget: int | None, short: bool, captures: bool = False) -> dict[str, Any]:
     """``run`` in a fresh process; of toy sizes, whose times say nothing, in this one."""
     if short:
         with warnings.catch_warnings(action="ignore"):
-            return run(SHORT[name], budget)
-    command = [sys.executable, __file__, name, "--one", "plain" if budget is None else str(budget)]
+            return run(SHORT[name], budget, captures=captures)
+    way = "captures" if captures else "plain" if budget is None else str(budget)
+    command = [sys.executable, __file__, name, "--one", way]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr}")
@@ -485,15 +496,17 @@ def measured(name: str, script: Script, repeat: int, short: bool) -> Row:
         attached.append(in_a_process(name, budget, short))
         if k:
             plain.append(in_a_process(name, None, short))
-    batches = script.batches()
+    batches, alone = script.batches(), statistics.median(x["seconds"] for x in plain)
+    captured = None if script.goal is None else in_a_process(name, None, short, captures=True)["seconds"] - alone
     return Row(
         name,
         len(batches),
         len({_sizes(batch) for batch in batches}),
         attached[0]["plans"],
-        round(statistics.median(x["seconds"] for x in plain), 2),
+        round(alone, 2),
         round(statistics.median(x["seconds"] for x in attached), 2),
         script.goal,
+        None if captured is None else round(captured, 2),
         all(x["losses"] == plain[0]["losses"] for x in attached),
         budget,
         max(x["peak"] for x in attached),
@@ -523,15 +536,15 @@ def main(argv: list[str] | None = None) -> int:
     scripts = SHORT if options.short else SCRIPTS
     if options.one:
         warnings.simplefilter("ignore")
-        budget = None if options.one == "plain" else int(options.one)
-        print(json.dumps(run(SCRIPTS[options.names[0]], budget)))
+        budget = int(options.one) if options.one.isdigit() else None
+        print(json.dumps(run(SCRIPTS[options.names[0]], budget, captures=options.one == "captures")))
         return 0
     names = [name for name in scripts if not options.names or any(part in name for part in options.names)]
     if not names:
         parser.error(f"no script has such a name: give parts of these: {'; '.join(scripts)}")
     print(
-        "script                      steps  sizes  plans   plain  attached    more    goal  equal  peak of budget"
-        "   later  settled    goal"
+        "script                           steps  sizes  plans   plain  attached    more    goal    torch  equal"
+        "  peak of budget   later  settled    goal"
     )
     rows = []
     for name in names:
@@ -539,9 +552,10 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(row)
         goal = "" if row.goal is None else f"{row.goal:.0f} s"
         most = "" if row.most is None else f"{row.most} x"
+        least = "" if row.torch is None else f"{row.torch:.1f} s"
         print(
-            f"{row.name:<28}{row.steps:>5}  {row.sizes:>5}  {row.plans:>5}  {row.plain:>4.1f} s  {row.attached:>6.1f} s"
-            f"  {row.attached - row.plain:>4.1f} s  {goal:>6}  {'yes' if row.equal else 'NO':>5}"
+            f"{row.name:<33}{row.steps:>5}  {row.sizes:>5}  {row.plans:>5}  {row.plain:>4.1f} s  {row.attached:>6.1f} s"
+            f"  {row.attached - row.plain:>4.1f} s  {goal:>6}  {least:>7}  {'yes' if row.equal else 'NO':>5}"
             f"  {100 * row.peak / row.budget:>12.1f} %  {row.later:>4.2f} x  {row.settled:>5.2f} x  {most:>6}",
             flush=True,
         )
