@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -108,13 +107,8 @@ class K_graph(Displayed):
     idle: frozenset[int] = frozenset()
     made_by: tuple[str, ...] = field(default=(), compare=False)
 
-    @cached_property
-    def has_dead_ends(self) -> bool:
-        """Whether nodes have no backward though autograd would save tensors for one: what they lead to is detached."""
-        return any(map(self.is_dead_end, range(len(self.nodes))))
-
     def is_dead_end(self, i: int) -> bool:
-        """Whether node i is one of these."""
+        """Whether node i has no backward though autograd would save tensors for one: what it leads to is detached."""
         return self.s.nodes[i].requires_grad and self.nodes[i].backward is None and i not in self.idle
 
     @property

@@ -123,14 +123,6 @@ class D_graph(Displayed):
     made_by: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
-    def first_value(self) -> dict[int, int]:
-        """The first value that lies in each storage."""
-        first: dict[int, int] = {}
-        for v, info in sorted(self.values.items()):
-            first.setdefault(info.storage, v)
-        return first
-
-    @cached_property
     def spoilt(self) -> frozenset[int]:
         """The values from which a backward raises an error: it would come to a node that is ``Facts.spoilt``."""
         found: set[int] = set()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from programs import ROOT, load
 
-from rockmate.planning.finder import SCALARS
+from rkgb.device import Cpu
 
 COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
 Short = Callable[..., Any]
@@ -101,7 +101,7 @@ def test_losses(short: Short, tmp_path: Path) -> None:
     language, experts = short("losses")["models"]
     assert (language["least"], language["most"]) == (language["least alone"], language["most alone"])
     for row in (*language["rows"], *experts["rows"]):
-        assert abs(row["measured"] - row["predicted"]) <= SCALARS
+        assert abs(row["measured"] - row["predicted"]) <= Cpu.scalars
         assert row["measured"] <= row["budget"]
         assert row["overhead"] > 0
         assert not row["warnings"]
@@ -155,7 +155,7 @@ def test_resnet50(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(out.read_text())
     assert row["equal"]
-    assert row["measured"] <= row["predicted"] + SCALARS <= row["budget"]
+    assert row["measured"] <= row["predicted"] + Cpu.scalars <= row["budget"]
     assert row["overhead"] > 0
 
 

@@ -12,6 +12,7 @@ from models import SEVERAL, part_way
 from torch import nn
 
 import rockmate
+from rkgb.device import Cpu
 from rockmate import (
     InputError,
     MeasuredStep,
@@ -24,7 +25,6 @@ from rockmate import (
     measure_step,
 )
 from rockmate.demo.gpt import GPT
-from rockmate.planning.finder import SCALARS
 from solvers import Del, Loss, step_name, walk
 
 TOKENS = torch.arange(64).view(2, 32) % 50
@@ -63,7 +63,7 @@ def assert_as_predicted(plan: Plan, measured: MeasuredStep) -> None:
     assert [s for s, _ in predicted] == list(measured.steps)
     turn = measured.steps.index(Loss())
     for k, ((s, size), seen) in enumerate(zip(predicted, measured.bytes, strict=True)):
-        scalars = 0 if k < turn else SCALARS
+        scalars = 0 if k < turn else Cpu.scalars
         assert size <= seen <= size + scalars, f"{step_name(problem, s)}: {seen} bytes, predicted {size}"
 
 
@@ -76,7 +76,7 @@ def test_each_operation_takes_what_the_plan_predicts(budget: str) -> None:
     measured = measure_step(step)
     assert bool(rk.plan.recomputed) == (budget == "45%")
     assert_as_predicted(rk.plan, measured)
-    assert measured.peak <= rk.plan.predicted_peak + SCALARS <= rk.budget + SCALARS
+    assert measured.peak <= rk.plan.predicted_peak + Cpu.scalars <= rk.budget + Cpu.scalars
     assert repr(measured) == f"<MeasuredStep: {len(measured.steps)} operations, peak {measured.peak} bytes>"
 
 

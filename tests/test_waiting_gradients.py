@@ -11,8 +11,8 @@ from models import pairs, randn
 from torch import nn
 from torch.nn import functional as F
 
+from rkgb.device import Cpu
 from rockmate import Rockmate, measure_peak
-from rockmate.planning.finder import SCALARS
 
 Joined = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -61,14 +61,14 @@ def test_the_peak_is_the_predicted_one(join: str, of_parameter: bool, again: boo
     train()
     rk.budget = rk.frontier().min_budget
     train()
-    assert rk.plan.predicted_peak <= measure_peak(train, "cpu") <= rk.plan.predicted_peak + SCALARS
+    assert rk.plan.predicted_peak <= measure_peak(train, "cpu") <= rk.plan.predicted_peak + Cpu.scalars
 
 
 def assert_as_predicted(rk: Rockmate, train: Callable[[], None]) -> None:
     """The peak of a step, after steps that have shown what the loss does."""
     train()
     train()
-    assert rk.plan.predicted_peak <= measure_peak(train) <= rk.plan.predicted_peak + SCALARS
+    assert rk.plan.predicted_peak <= measure_peak(train) <= rk.plan.predicted_peak + Cpu.scalars
 
 
 class Tied(nn.Module):
@@ -134,7 +134,7 @@ def test_nothing_is_added_in_place_to_a_view_that_is_handed_on(way: str, of_loss
     train()
     train()
     measured = measure_peak(train)
-    assert measured <= rk.plan.predicted_peak + 2 * SCALARS
+    assert measured <= rk.plan.predicted_peak + 2 * Cpu.scalars
     if of_loss != "a sum":  # whose gradient is expanded, and counted as if it took its memory
         assert measured >= rk.plan.predicted_peak
 

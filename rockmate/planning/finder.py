@@ -11,7 +11,6 @@ from math import inf
 import torch
 
 from rkgb.cost.usage import Usage
-from rkgb.device import Cpu
 from rkgb.pipeline import Graphs
 from rkgb.probe.contexts import context_bytes
 from rockmate.budget import show_bytes
@@ -42,9 +41,6 @@ from solvers import (
     solve,
     walk,
 )
-
-# Bytes of every budget for the numbers of the loss itself, on the CPU.
-SCALARS = Cpu.scalars
 
 # For the whole-graph program to better a plan and to prove how little is left. Of eleven plans (GPTs, ResNet-50, an
 # encoder with its decoder) none was better after two seconds than after one.

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from rkgb.device import Cpu
 from rockmate import InputError, Rockmate
 from rockmate.demo.gpt import GPT
-from rockmate.planning.finder import SCALARS
 from rockmate.run.store import Store
 
 RANKS = 2
@@ -170,7 +170,7 @@ def ddp_budget(rank: int, folder: Path) -> None:
     wrapper's forward, DDP allocates the buffers that it sends, as one, and once, in the second step, its buckets anew.
     """
     rk, x = planned(rank, folder), ids(rank, 0)
-    alone = rk.plan.predicted_peak + SCALARS
+    alone = rk.plan.predicted_peak + Cpu.scalars
     assert alone <= rk.budget
     buckets, sent = sum(p.nbytes for p in rk.parameters()), sum(b.nbytes for b in rk.buffers())
     for options in ({}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.02}):

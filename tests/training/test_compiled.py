@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rockmate
+from rkgb.device import Cpu
 from rockmate import InputError, Rockmate, UnsupportedError, measure_peak
 from rockmate.demo.gpt import GPT
 from rockmate.errors import PieceError
 from rockmate.pieces import inductor
 from rockmate.pieces.kernels import no_warnings
 from rockmate.pieces.piece import Runner
-from rockmate.planning.finder import SCALARS
 
 vision.import_can_go_on()  # before transformers looks for torchvision
 
@@ -120,7 +120,7 @@ def assert_bits_of_any_budget(
         assert_same(run(), expected)
         measured = peak()
         assert measured <= rk.budget
-        assert measured <= rk.plan.predicted_peak + SCALARS
+        assert measured <= rk.plan.predicted_peak + Cpu.scalars
 
 
 def assert_near_eager(make: Make, args: Any, loss: Callable[[Any], torch.Tensor] = square) -> None:

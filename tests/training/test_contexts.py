@@ -11,8 +11,8 @@ from against_eager import assert_same, assert_trains_as_eager, snapshot, step
 from models import part_way, randn
 from torch import nn
 
+from rkgb.device import Cpu
 from rockmate import Rockmate, attach, measure_peak
-from rockmate.planning.finder import SCALARS
 
 
 class Scaled(torch.autograd.Function):
@@ -150,7 +150,7 @@ def test_tensors_that_functions_keep_count(function: Any) -> None:
         for _ in range(3):
             run()
         model.zero_grad()
-        assert measure_peak(run) <= rk.plan.predicted_peak + SCALARS <= rk.budget + SCALARS
+        assert measure_peak(run) <= rk.plan.predicted_peak + Cpu.scalars <= rk.budget + Cpu.scalars
 
 
 def test_no_more_is_counted_than_there_is() -> None:
@@ -168,7 +168,7 @@ def test_no_more_is_counted_than_there_is() -> None:
             run()
         model.zero_grad()
         peaks.append((rk.plan.predicted_peak, measure_peak(run)))
-    assert all(0 <= measured + SCALARS - predicted <= 2 * SCALARS for predicted, measured in peaks), peaks
+    assert all(0 <= measured + Cpu.scalars - predicted <= 2 * Cpu.scalars for predicted, measured in peaks), peaks
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch's context manager sets what no machine here has

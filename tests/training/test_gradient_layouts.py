@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from rkgb.cost.layouts import differentiated, unless_contiguous
+from rkgb.device import Cpu
 from rkgb.graphs import S_graph
 from rkgb.program import run_node, source_values
 from rockmate import Rockmate, frontier, measure_peak
-from rockmate.planning.finder import SCALARS
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
 
@@ -163,7 +163,7 @@ def test_a_gradient_that_arrives_permuted_takes_what_was_predicted(share: float,
         p.grad = None
     peak = measure_peak(partial(step, call), "cpu")
     assert planned.plan is not None
-    assert planned.plan.predicted_peak <= peak <= planned.plan.predicted_peak + SCALARS
+    assert planned.plan.predicted_peak <= peak <= planned.plan.predicted_peak + Cpu.scalars
     assert peak <= budget
 
 
@@ -229,7 +229,7 @@ def test_gradients_of_parameters_that_are_gradients_of_others(how: str, given: b
         peak = measure_peak(step, "cpu")
         start()
         # The loss may take as much as the output once more.
-        assert rk.plan.predicted_peak - rk(x).nbytes <= peak <= rk.plan.predicted_peak + SCALARS
+        assert rk.plan.predicted_peak - rk(x).nbytes <= peak <= rk.plan.predicted_peak + Cpu.scalars
 
 
 class Shuffled(nn.Module):

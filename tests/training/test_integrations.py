@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import rockmate
+from rkgb.device import Cpu
 from rockmate import BudgetError, InputError, measure_peak
 from rockmate.calls.front import TIMED
 from rockmate.integrations import Meter
 from rockmate.integrations.lightning import RockmateCallback as ForLightning
 from rockmate.integrations.transformers import RockmateCallback as ForTrainer
-from rockmate.planning.finder import SCALARS
 
 STEPS = 9
 PLAIN = 2
@@ -98,7 +98,7 @@ def test_a_callback_of_transformers_trainer(options: dict[str, Any], tmp_path: P
     assert set(last) >= ALL
     assert last["rockmate_predicted_peak"] == plan.predicted_peak
     assert last["rockmate_predicted_overhead"] == plan.predicted_overhead
-    assert 0 < last["rockmate_measured_peak"] <= plan.predicted_peak + SCALARS
+    assert 0 < last["rockmate_measured_peak"] <= plan.predicted_peak + Cpu.scalars
     assert not any(name.startswith("rockmate") for name in logger.logs[0])  # no plan yet
     # Another run of the same Trainer goes on under the plan.
     handle = callback.meter.handle
@@ -157,7 +157,7 @@ def test_a_callback_of_lightning(tmp_path: Path) -> None:
     assert plan.recomputed > 0
     figures = callback.meter.figures()
     assert set(figures) == ALL
-    assert 0 < figures["rockmate_measured_peak"] <= plan.predicted_peak + SCALARS + 8 * 64  # the targets
+    assert 0 < figures["rockmate_measured_peak"] <= plan.predicted_peak + Cpu.scalars + 8 * 64  # the targets
     *_, last = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text(encoding="utf-8").splitlines())
     for name, value in figures.items():
         assert float(last[name]) == torch.tensor(float(value)).item()  # Lightning logs tensors of float32
@@ -219,7 +219,7 @@ def test_a_meter_in_a_loop_of_accelerate() -> None:
     x = randn(64, 32, seed=9)
     model.zero_grad()
     again = measure_peak(lambda: model(x).square().mean().backward())
-    assert abs(meter.figures()["rockmate_measured_peak"] - again) <= SCALARS
+    assert abs(meter.figures()["rockmate_measured_peak"] - again) <= Cpu.scalars
 
 
 def test_an_overhead_is_measured_without_plain_steps() -> None:
@@ -247,7 +247,7 @@ def test_a_measurement_gives_way_to_a_new_plan() -> None:
         model.zero_grad()
         found = meter.figures()
         assert found["rockmate_predicted_peak"] == meter.handle.plan.predicted_peak  # type: ignore[union-attr]
-        assert found.get("rockmate_measured_peak", 0) <= found["rockmate_predicted_peak"] + SCALARS
+        assert found.get("rockmate_measured_peak", 0) <= found["rockmate_predicted_peak"] + Cpu.scalars
 
 
 def test_a_step_that_fails_is_forgotten() -> None:
@@ -264,7 +264,7 @@ def test_a_step_that_fails_is_forgotten() -> None:
         loss.backward()
         meter.end()
         model.zero_grad()
-    assert 0 < meter.figures()["rockmate_measured_peak"] <= meter.figures()["rockmate_predicted_peak"] + SCALARS
+    assert 0 < meter.figures()["rockmate_measured_peak"] <= meter.figures()["rockmate_predicted_peak"] + Cpu.scalars
 
 
 def test_misuse_of_a_meter() -> None:

@@ -16,8 +16,8 @@ from sections import Sections
 from torch import nn
 from torch.nn import functional as F
 
+from rkgb.device import Cpu
 from rockmate import Rockmate, attach, frontier
-from rockmate.planning.finder import SCALARS
 
 
 def batch(seed: int, size: int = 4) -> dict[str, torch.Tensor]:
@@ -72,7 +72,7 @@ def assert_nothing_added(rk: Rockmate, sections: Sections) -> None:
     """The library's steps are in the budget, and allocate nothing beyond the prediction but the loss's own numbers."""
     assert rk.plan.recomputed > 0
     assert max(sections.peaks) <= rk.budget
-    assert 0 < max(sections.peaks) <= rk.plan.predicted_peak + SCALARS
+    assert 0 < max(sections.peaks) <= rk.plan.predicted_peak + Cpu.scalars
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

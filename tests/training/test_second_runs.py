@@ -14,7 +14,6 @@ from rkgb.device import Cpu, kind_of
 from rkgb.Ktools import K_graph
 from rkgb.sample import call_of
 from rockmate import Rockmate, measure_peak
-from rockmate.planning.finder import SCALARS
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.prepare import make_planner
 from rockmate.planning.problem import clocks_without_reruns, problem_of, usual_room
@@ -116,4 +115,4 @@ def test_results_that_run_again_keep_nothing_of_their_own_graph(norm: Callable[[
         step()
     rk.zero_grad()
     assert rk.plan.recomputed > 0
-    assert measure_peak(step, "cpu") <= rk.plan.predicted_peak + SCALARS
+    assert measure_peak(step, "cpu") <= rk.plan.predicted_peak + Cpu.scalars

@@ -17,9 +17,9 @@ from models import randn, tokens
 from torch import nn
 
 import rockmate.calls.captured_calls
+from rkgb.device import Cpu
 from rkgb.graphs import D_graph
 from rockmate import attach, measure_peak
-from rockmate.planning.finder import SCALARS
 
 Sizes = list[tuple[int, ...]]
 
@@ -401,4 +401,4 @@ def test_other_shapes_of_as_many_bytes_have_other_kernels() -> None:
         model.zero_grad()
         peak = measure_peak(step)
         assert handle.plan is not None
-        assert peak <= handle.plan.predicted_peak + SCALARS <= 62_000 + SCALARS
+        assert peak <= handle.plan.predicted_peak + Cpu.scalars <= 62_000 + Cpu.scalars

@@ -17,8 +17,8 @@ from models import in_turn, pairs, part_way, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
+from rkgb.device import Cpu
 from rockmate import Attachment, BudgetWarning, InfeasibleBudgetError, Rockmate, attach, frontier, measure_peak
-from rockmate.planning.finder import SCALARS
 from rockmate.planning.plan import Plan
 
 VOCABULARY, WIDTH, LENGTH = 512, 32, 64
@@ -72,7 +72,7 @@ def measured(rk: Rockmate, train: Callable[[], None], warm: int = 2) -> int:
 
 def assert_as_predicted(rk: Rockmate, peak: int) -> None:
     assert peak <= rk.budget, f"peak {peak}, budget {rk.budget}"
-    assert rk.plan.predicted_peak - SCALARS <= peak <= rk.plan.predicted_peak + SCALARS
+    assert rk.plan.predicted_peak - Cpu.scalars <= peak <= rk.plan.predicted_peak + Cpu.scalars
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -113,7 +113,7 @@ def test_what_the_caller_keeps_beside_a_budget_without_room_for_it_is_said() -> 
     with pytest.warns(BudgetWarning, match=r"held outputs .* With them, .* the smallest that can be planned") as said:
         peak = measured(rk, train)
     assert len(said) == 1
-    assert peak <= rk.plan.predicted_peak + LOGITS + SCALARS
+    assert peak <= rk.plan.predicted_peak + LOGITS + Cpu.scalars
     with pytest.raises(InfeasibleBudgetError) as error:
         rk.budget = rk.plan.budget - 1
     rk.budget = rk.frontier().min_budget
@@ -413,7 +413,7 @@ def test_an_unused_branch_that_is_used_after_all() -> None:
         peak = measured(alone, lambda: alone(x)[0].square().mean().backward())
     assert alone.plan.graph.idle
     # The branch goes before the loss is computed; how much of it went was seen under a plan that kept less of it.
-    assert peak <= alone.plan.predicted_peak + SCALARS <= alone.budget
+    assert peak <= alone.plan.predicted_peak + Cpu.scalars <= alone.budget
 
 
 def test_a_profiler_of_the_caller_in_the_first_step() -> None:
@@ -514,7 +514,7 @@ def test_what_the_caller_keeps_counts(loss: Callable[[Any], torch.Tensor], fract
         warnings.simplefilter("ignore", BudgetWarning)  # of the first step, which leaves an output out
         peak = measured(rk, train)
     if loss is with_a_gradient_that_stays:  # counted from the beginning, as nobody knows when it comes
-        assert peak <= rk.plan.predicted_peak + SCALARS <= rk.budget
+        assert peak <= rk.plan.predicted_peak + Cpu.scalars <= rk.budget
     else:
         assert_as_predicted(rk, peak)
 
@@ -755,7 +755,7 @@ def test_what_a_branch_without_a_backward_would_save_is_not_kept(how: str) -> No
         step()
     model.zero_grad()
     assert handle.plan is not None
-    assert measure_peak(step) <= handle.plan.predicted_peak + SCALARS
+    assert measure_peak(step) <= handle.plan.predicted_peak + Cpu.scalars
 
 
 def test_what_a_backward_makes_is_nothing_that_the_loss_keeps() -> None:
@@ -775,7 +775,7 @@ def test_what_a_backward_makes_is_nothing_that_the_loss_keeps() -> None:
         step()
     peak = measure_peak(step)
     assert handle.plan is not None
-    assert 0.9 * handle.plan.predicted_peak < peak <= handle.plan.predicted_peak + SCALARS
+    assert 0.9 * handle.plan.predicted_peak < peak <= handle.plan.predicted_peak + Cpu.scalars
 
 
 def test_a_share_that_was_planned_for_stays_where_less_is_seen_and_does_not_fit() -> None:
@@ -860,4 +860,4 @@ def test_a_share_for_a_part_of_a_model_is_one_of_the_step_with_all_that_runs_aft
     eager = part.plan.eager_peak
     part.zero_grad()
     assert part.plan.predicted_peak <= part.budget <= max(supposed, 0.6 * eager)
-    assert measured(part, train) <= part.plan.predicted_peak + SCALARS
+    assert measured(part, train) <= part.plan.predicted_peak + Cpu.scalars

@@ -15,8 +15,8 @@ from models import in_turn, randn
 from torch import nn
 from torch.nn import functional as F
 
+from rkgb.device import Cpu
 from rockmate import attach, measure_peak
-from rockmate.planning.finder import SCALARS
 from rockmate.planning.plan import Plan
 
 
@@ -147,4 +147,4 @@ def test_sizes_that_do_not_follow_from_values_take_no_memory(use: str, way: str)
     assert handle.plan.recomputed
     model.zero_grad()
     peak = measure_peak(lambda: [*train(model, called, inputs[:1])], "cpu")
-    assert handle.plan.predicted_peak - SCALARS <= peak <= handle.plan.predicted_peak
+    assert handle.plan.predicted_peak - Cpu.scalars <= peak <= handle.plan.predicted_peak

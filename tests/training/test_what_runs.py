@@ -13,8 +13,8 @@ from models import in_turn, randn, square_loss
 from torch import nn
 from torch.nn import functional as F
 
+from rkgb.device import Cpu
 from rockmate import frontier, measure_peak
-from rockmate.planning.finder import SCALARS
 
 
 def _written_copies(x: torch.Tensor) -> None:
@@ -95,7 +95,9 @@ def test_where_nothing_runs_again_what_nobody_reads_takes_nothing(unread: str, w
     train()
     model.zero_grad()
     assert planned.plan is not None and planned.plan.recomputed == 0
-    assert planned.plan.predicted_peak <= measure_peak(train, "cpu") <= planned.plan.predicted_peak + SCALARS <= budget
+    assert (
+        planned.plan.predicted_peak <= measure_peak(train, "cpu") <= planned.plan.predicted_peak + Cpu.scalars <= budget
+    )
 
 
 def test_smaller_calls_than_one_that_is_planned_are_planned_too_where_the_plan_leaves_operations_out() -> None:
