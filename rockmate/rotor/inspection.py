@@ -73,7 +73,7 @@ def measure_chain(
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             probe = Probe(function, x, f"layer {i} ({name})", clock, preserve_rng_state)
             try:
-                figures, x = probe.figures(name)
+                figures, x = probe.figures(name, is_last=i == len(functions) - 1)
                 known = times.setdefault((figures, probe.form()), [])
                 if len(known) < TIMED:
                     known.append(probe.times())
@@ -161,8 +161,8 @@ class Probe:
         """The input, for one run, which may give it hooks, and change its containers."""
         return detached(self.given)
 
-    def figures(self, name: str) -> tuple[Figures, Any]:
-        """The fields of the stage behind its times, and its output."""
+    def figures(self, name: str, is_last: bool) -> tuple[Figures, Any]:
+        """The fields of the stage behind its times, and its output, which the caller holds if it ``is_last``."""
         self._check_second_run(name)
         with self._untouched():
             holds = held_on(partial(Stage(self.moment, self.preserve_rng_state).first, prepare=ignore), self.x)
@@ -178,7 +178,7 @@ class Probe:
         for wanted in (False, True):
             peaks.append(self._memory(partial(stage.fill, self.x, wanted, dict(self.states)))[1])
             stage.clear()
-        backward_peak, input_gradient, parameter_gradients = self._backward(output)
+        backward_peak, input_gradient, parameter_gradients = self._backward(output, is_last)
         self.touched = sum(t.nbytes for t in tensors_of((self.x, output))) + private + lasting
         forward_peaks = max(kept_peak, *peaks), pass_peak - state - drawn, peaks[0]
         parameter_gradients += max(lasting, state - copies)
@@ -275,13 +275,13 @@ class Probe:
         self.saves = bool(saved.keys() - owned.keys())
         return sum(made.values()), private, bool(inputs.keys() & saved.keys()), bool(made.keys() & saved.keys())
 
-    def _backward(self, output: Any) -> tuple[int, ...]:
+    def _backward(self, output: Any, is_held: bool) -> tuple[int, ...]:
         """Bytes of the backward's peak beside the incoming gradient, and of the gradients of input and parameters."""
         own = tuple(None if t.is_contiguous() else t.stride() for t in self.ends(tensors_of(output)))
-        found = [(0, 0, 0)]
+        found, held = [(0, 0, 0)], tuple(range(is_held * len(tensors_of(output))))
         for self.layouts in (None, own) if any(own) else (None,) if own else ():  # the gradient may come in either
             with self._untouched():
-                memory = backward_memory(self)
+                memory = backward_memory(self, held=held)
                 of = (*self.moment.parameters.values(), *self.others)
                 leaves = zip(of, (*self.leaves.values(), *self.others), strict=True)
                 self.made = {id(p): storage_bytes(t.grad) for p, t in leaves if t.grad is not None}

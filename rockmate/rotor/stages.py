@@ -126,9 +126,8 @@ class Stage:
         self.generators = moment.drawn(states)
         self.buffers = moment.learn_buffers(copies)
         self.taken = [None] * len(slots)
-        if self.generators or known or not self.preserve_rng_state:  # such an operation draws
-            made = functions_of(tensors_of(output), last - 1) if stops else ()  # from what saved last
-            self.saves_early = not stops or any(f.name().startswith("RreluWithNoiseBackward") for f in made)
+        made = functions_of(tensors_of(output), last - 1) if stops else ()  # from what saved last
+        self.saves_early = not stops or any(f.name().startswith("RreluWithNoiseBackward") for f in made)
         return output
 
     def fill(self, x: Any, wanted: bool, aside: States) -> Any:

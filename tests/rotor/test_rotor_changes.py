@@ -572,10 +572,13 @@ def test_statistics_that_a_layer_reads_are_those_of_its_first_run(make: Callable
         assert same(m.buffers(), eager.buffers())
 
 
-def test_a_recompute_does_not_stop_before_a_saved_tensor_is_filled() -> None:
-    """Autograd saves the noise of a random leaky ReLU, and then its kernel draws it."""
+@pytest.mark.parametrize("between", [nn.Identity, nn.Softplus])
+def test_a_recompute_does_not_stop_before_a_saved_tensor_is_filled(between: type[nn.Module]) -> None:
+    """Autograd saves the noise of a random leaky ReLU, and then its kernel draws it; where nothing is negative, it
+    draws none, and fills it.
+    """
     torch.manual_seed(0)
-    m = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.RReLU())))
+    m = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), between(), nn.RReLU())))
     eager = copy.deepcopy(m)
     chk = least(m, x())
     for run in (chk, eager):

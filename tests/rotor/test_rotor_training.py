@@ -609,6 +609,33 @@ def test_random_segments_take_what_checkpoint_sequential_takes() -> None:
         assert peaks[1] <= peaks[3]
 
 
+class Turned(nn.Module):
+    """The last thing that its backward frees is the output, if the caller does not hold that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv1d(16, 16, 3, padding=1), nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.convolution(x.transpose(1, 2))).relu().transpose(1, 2)
+
+
+def test_an_output_that_the_caller_holds_through_the_backward() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Turned()), torch.randn(3, 40, 16)
+    chk = rotor.Checkpointable(model, x, costs="flops", mem_limit=2**30)
+
+    def step() -> None:
+        model.zero_grad()
+        y = chk(x)
+        y.square().mean().backward()
+
+    limit = chk.get_expected_memory() + 64
+    chk.compute_sequence(limit)
+    step()
+    assert measure_peak(step) <= limit
+
+
 def test_relu_at_end_is_one_layer() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(ReLUAtEnd(nn.Linear(16, 16)) for _ in range(4)))
