@@ -609,7 +609,7 @@ def test_random_segments_take_what_checkpoint_sequential_takes() -> None:
         assert peaks[1] <= peaks[3]
 
 
-class Turned(nn.Module):
+class Freed(nn.Module):
     """The last thing that its backward frees is the output, if the caller does not hold that."""
 
     def __init__(self) -> None:
@@ -622,7 +622,7 @@ class Turned(nn.Module):
 
 def test_an_output_that_the_caller_holds_through_the_backward() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Turned()), torch.randn(3, 40, 16)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Freed()), torch.randn(3, 40, 16)
     chk = rotor.Checkpointable(model, x, costs="flops", mem_limit=2**30)
 
     def step() -> None:
