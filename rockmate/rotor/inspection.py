@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rkgb.cost.clock import Clock, Mark, counted_tail, modelled_times
+from rkgb.cost.layouts import unless_contiguous
 from rkgb.cost.memory import bytes_by_storage, measure_memory, storage_bytes
 from rkgb.cost.piece import Gradients, Layouts, backward_memory, held_on, ignore, tapped
 from rkgb.device import kind_of, one_device
@@ -50,12 +51,14 @@ def measure_chain(
     sample: Any,
     costs: str = "measured",
     preserve_rng_state: bool = True,
+    lies: Sequence[set[Layouts]] = (),
 ) -> Chain:
     """The chain of ``functions``, measured on ``sample`` (a tensor, or what the first function takes).
 
     Times are in nanoseconds, memory is in bytes of the allocator. ``costs``: "measured" takes medians of timed
     runs, and of equal stages; "flops" computes times from counted operations and bytes, the same on every machine.
-    ``preserve_rng_state``: whether a stage that runs again must draw the same numbers. All stays as it is.
+    ``preserve_rng_state``: whether a stage that runs again must draw the same numbers. ``lies``: how the
+    gradient of each value may lie, as far as that was seen. All stays as it is.
     Raises ``InputError`` for a stage that changes its input in place, draws from Python's or NumPy's generators,
     returns tensors whose memory cannot be measured, or cannot run again (TorchScript, a transform of torch.func in it).
     """
@@ -63,7 +66,7 @@ def measure_chain(
     measured: list[tuple[Figures, list[tuple[int, ...]], dict[int, int]]] = []
     storages: dict[int, tuple[int, int]] = {storage_key(t): (k, 0) for k, t in enumerate(tensors_of(sample))}
     values = [tuple(storages.values())]
-    x = sample
+    x, lies, again = sample, lies or [set() for _ in range(len(functions) + 1)], False
     modules = torch.nn.ModuleList([f for f in functions if isinstance(f, torch.nn.Module)])
     inputs = ((f"tensor {k} of the sample", t.device) for k, t in enumerate(tensors_of(sample)))
     device = one_device(((f"parameter {name}", t.device) for name, t in modules.named_parameters()), inputs)
@@ -73,7 +76,7 @@ def measure_chain(
         for i, (function, name) in enumerate(zip(functions, names, strict=True)):
             probe = Probe(function, x, f"layer {i} ({name})", clock, preserve_rng_state)
             try:
-                figures, x = probe.figures(name, is_last=i == len(functions) - 1)
+                figures, x = probe.figures(name, lies[i + 1], is_last=i == len(functions) - 1)
                 known = times.setdefault((figures, probe.form()), [])
                 if len(known) < TIMED:
                     known.append(probe.times())
@@ -85,6 +88,8 @@ def measure_chain(
                     f"parameters and what autograd saves: {error}. Leave it out of the Checkpointable"
                 ) from error
             measured.append((figures, known, probe.made))
+            again |= i > 0 and not probe.handed <= lies[i]  # the stage before gets other gradients than were tried
+            lies[i].update(probe.handed)
             del probe
             # Those of parameters and buffers have no bytes, those of the input are known.
             before = {storage_key(t): (-1, 0) for t in Moment(function).owned.values()} | storages
@@ -92,6 +97,8 @@ def measure_chain(
             new = ((storage_key(t), (k, storage_bytes(t))) for k, t in tensors)
             storages = {storage: before.get(storage, found) for storage, found in new}
             values.append(tuple(storages.values()))
+    if again:
+        return measure_chain(functions, names, sample, costs, preserve_rng_state, lies)
     of_output = sum(map(storage_bytes, outputs := [t for t in tensors_of(x) if t.requires_grad]))
     copies = sum(4 * t.numel() for t in outputs if t.itemsize < 4)
     floats = copies + sum(t.nbytes for t in outputs if t.itemsize >= 4)
@@ -114,7 +121,7 @@ class Probe:
     As a piece it has other parameters, in the same memory, with a ``.grad`` of their own, so that the model's stay as
     they are. They are parameters, too, as a compiled layer is compiled again for other kinds of tensors. ``others``:
     leaves with gradients that are not its own, as the weight of another layer, which it reads all the same. ``made``:
-    the bytes of the gradients that its backward makes for parameters and these, by ``id``.
+    the bytes of the gradients that its backward makes for parameters and these, by ``id``; ``handed``: how others lie.
     """
 
     layouts: Layouts | None = None
@@ -129,9 +136,8 @@ class Probe:
         self.module = function if isinstance(function, torch.nn.Module) else torch.nn.Module()
         self.states = self.moment.generator_states(x)
         self.anchor = torch.zeros((), requires_grad=True)
-        self.leaves: dict[str, torch.Tensor] = {
-            n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in self.moment.parameters.items()
-        }
+        of = self.moment.parameters.items()
+        self.leaves: dict[str, torch.Tensor] = {n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in of}
 
     def _first_use(self, layer: str) -> None:
         """Run the stage for the first time. Raise ``InputError`` if it changes its input in place, draws from
@@ -161,8 +167,8 @@ class Probe:
         """The input, for one run, which may give it hooks, and change its containers."""
         return detached(self.given)
 
-    def figures(self, name: str, is_last: bool) -> tuple[Figures, Any]:
-        """The fields of the stage behind its times, and its output, which the caller holds if it ``is_last``."""
+    def figures(self, name: str, lies: set[Layouts], is_last: bool) -> tuple[Figures, Any]:
+        """The fields behind its times, and its output: its gradient ``lies`` so, the caller holds it if ``is_last``."""
         self._check_second_run(name)
         with self._untouched():
             holds = held_on(partial(Stage(self.moment, self.preserve_rng_state).first, prepare=ignore), self.x)
@@ -178,7 +184,7 @@ class Probe:
         for wanted in (False, True):
             peaks.append(self._memory(partial(stage.fill, self.x, wanted, dict(self.states)))[1])
             stage.clear()
-        backward_peak, input_gradient, parameter_gradients = self._backward(output, is_last)
+        backward_peak, input_gradient, parameter_gradients = self._backward(output, lies, is_last)
         self.touched = sum(t.nbytes for t in tensors_of((self.x, output))) + private + lasting
         forward_peaks = max(kept_peak, *peaks), pass_peak - state - drawn, peaks[0]
         parameter_gradients += max(lasting, state - copies)
@@ -275,11 +281,12 @@ class Probe:
         self.saves = bool(saved.keys() - owned.keys())
         return sum(made.values()), private, bool(inputs.keys() & saved.keys()), bool(made.keys() & saved.keys())
 
-    def _backward(self, output: Any, is_held: bool) -> tuple[int, ...]:
+    def _backward(self, output: Any, lies: set[Layouts], is_held: bool) -> tuple[int, ...]:
         """Bytes of the backward's peak beside the incoming gradient, and of the gradients of input and parameters."""
-        own = tuple(None if t.is_contiguous() else t.stride() for t in self.ends(tensors_of(output)))
-        found, held = [(0, 0, 0)], tuple(range(is_held * len(tensors_of(output))))
-        for self.layouts in (None, own) if any(own) else (None,) if own else ():  # the gradient may come in either
+        own = tuple(map(unless_contiguous, self.ends(results := tensors_of(output))))
+        found, held, self.handed = [(0, 0, 0)], tuple(range(is_held * len(results))), set[Layouts]()
+        lies.update((own, (None,) * len(own)))
+        for self.layouts in (*(lies - {own}), own) if own else ():
             with self._untouched():
                 memory = backward_memory(self, held=held)
                 of = (*self.moment.parameters.values(), *self.others)
@@ -287,6 +294,7 @@ class Probe:
                 self.made = {id(p): storage_bytes(t.grad) for p, t in leaves if t.grad is not None}
                 self.drop_gradients()
             passed = bytes_by_storage(g for g in memory.inputs if g is not None)
+            self.handed.add(tuple(None if g is None else unless_contiguous(g) for g in memory.inputs))
             found.append((memory.peak - memory.incoming, sum(passed.values()), sum(self.made.values())))
         return tuple(map(max, zip(*found, strict=True)))
 

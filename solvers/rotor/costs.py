@@ -33,14 +33,13 @@ def costs_of(chain: Chain, unit: int = 1) -> ChainCosts:
     values = [dict(value) for value in chain.values]
     beyond = [[sum(size for x, size in b.items() if x not in a) - unit // 2 for b in values] for a in values[:-1]]
     of_parameters = [*accumulate((s.parameter_gradients for s in chain.stages[:0:-1]), initial=0)][::-1]
-    gradients = zip(chain.gradient_bytes[1:], of_parameters, strict=True)
-    behind, length = [chain.value_bytes[-1] + sum(pair) for pair in gradients], chain.length
+    behind = [chain.value_bytes[-1] + sum(pair) for pair in zip(chain.gradient_bytes[1:], of_parameters, strict=True)]
     return ChainCosts(
-        options=tuple(_options(s, chain.value_bytes[i], i < length) for i, s in enumerate(chain.stages, 1)),
+        options=tuple(_options(s, chain.value_bytes[i], i < chain.length) for i, s in enumerate(chain.stages, 1)),
         interface_bytes=tuple((0,) * (i + 1) + tuple(of[i + 1 :]) for i, of in enumerate(beyond)),
         pass_peak=tuple(stage.pass_peak for stage in chain.stages),
         pass_time=tuple(stage.forward_time for stage in chain.stages),
-        first_base=(0,) * length,
+        first_base=(0,) * chain.length,
         rerun_base=tuple(behind),
         backward_base=tuple(behind),
         loss_peak=chain.output_gradient + chain.loss,
@@ -51,8 +50,7 @@ def _options(stage: Stage, output: int, inner: bool) -> tuple[Option, Option]:
     time, again = stage.forward_time, stage.held + stage.backward_peak + (output if stage.keeps_output else 0)
     kept = again if inner else stage.held + stage.backward_peak  # the caller holds the last output
     keep = Option((), stage.held, stage.forward_peak, kept, 0, time, False, True, 0)
-    stop = Option((), _NEVER, 0, max(stage.stop_peak, again), time - stage.tail, time, True, True, 0)
-    return keep, stop
+    return keep, Option((), _NEVER, 0, max(stage.stop_peak, again), time - stage.tail, time, True, True, 0)
 
 
 def build(length: int, choose: Choose, m: int) -> tuple[Operation, ...]:

@@ -32,8 +32,8 @@ class VGG(nn.Sequential):
         features, number, inputs = nn.Sequential(), 0, 3
         for count, width in zip(_PARTS[depth], _WIDTHS, strict=True):
             for _ in range(count):
-                convolution = nn.Conv2d if batch_norm else Conv2dReLU
-                features.add_module(str(number), convolution(inputs, width, 3, padding=1))
+                kind = nn.Conv2d if batch_norm else Conv2dReLU
+                features.add_module(str(number), kind(inputs, width, 3, padding=1))
                 if batch_norm:
                     features.add_module(str(number + 1), BatchNorm2dReLU(width))
                 number, inputs = number + 2 + batch_norm, width
@@ -74,8 +74,7 @@ class ResNet(nn.Sequential):
 
     def __init__(self, bottleneck: bool, layers: tuple[int, int, int, int], num_classes: int = 1000) -> None:
         stem = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), BatchNorm2dReLU(64), nn.MaxPool2d(3, 2, padding=1)
-        parts: dict[str, nn.Module] = dict(zip(("conv1", "bn1", "maxpool"), stem, strict=True))
-        inputs = 64
+        parts, inputs = dict[str, nn.Module](zip(("conv1", "bn1", "maxpool"), stem, strict=True)), 64
         for k, count in enumerate(layers):
             part, width = nn.Sequential(), 64 * 2**k
             for n in range(count):
@@ -119,10 +118,8 @@ class DenseNet(nn.Sequential):
         num_classes: int = 1000,
     ) -> None:
         width = num_init_features
-        conv0 = nn.Conv2d(3, width, 7, 2, padding=3, bias=False)
-        features = nn.Sequential(
-            OrderedDict(conv0=conv0, norm0=BatchNorm2dReLU(width), pool0=nn.MaxPool2d(3, 2, padding=1))
-        )
+        conv0, pool0 = nn.Conv2d(3, width, 7, 2, padding=3, bias=False), nn.MaxPool2d(3, 2, padding=1)
+        features = nn.Sequential(OrderedDict(conv0=conv0, norm0=BatchNorm2dReLU(width), pool0=pool0))
         for k, count in enumerate(block_config, start=1):
             if k > 1:
                 norm, conv = BatchNorm2dReLU(width), nn.Conv2d(width, width // 2, 1, bias=False)
@@ -142,10 +139,10 @@ class DenseNet(nn.Sequential):
         nn.init.zeros_(classifier.bias)
 
 
-densenet121 = partial(DenseNet, 32, (6, 12, 24, 16), 64)
 densenet161 = partial(DenseNet, 48, (6, 12, 36, 24), 96)
-densenet169 = partial(DenseNet, 32, (6, 12, 32, 32), 64)
-densenet201 = partial(DenseNet, 32, (6, 12, 48, 32), 64)
+densenet121, densenet169, densenet201 = (
+    partial(DenseNet, 32, (6, 12, a, b)) for a, b in ((24, 16), (32, 32), (48, 32))
+)
 
 # Branches are parted by ";". A step is a pool, or a convolution: name, outputs, kernel (11 if none), and "/" if it
 # halves the image, where it is not padded, or "-" if it is not padded. Convolutions joined by "+" read the same.
