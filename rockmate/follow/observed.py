@@ -51,9 +51,10 @@ class Seen:
     ``forms`` of operations, ``sizes`` of what they make, and ``places``: the user's source line of each. ``packs``: of
     each slot, after how many operations it came, and its datum. ``released``: the one of the ``marks`` by which nobody
     outside held a datum any more; those that were always held are not there. ``discarded``: data whose slots all went
-    before the forward returned. ``within``: the data that backwards within the forward read, in order. ``freed``: data
-    whose memory went between the forward's end and the first mark "asked". ``retained``: slots that were read by a
-    backward within the step's own, as of a hook, which may read them again. ``use``: of what the forward returned.
+    before the forward returned, in order, and the last operation before they did. ``within``: the data that backwards
+    within the forward read, in order. ``freed``: data whose memory went between the forward's end and the first mark
+    "asked". ``retained``: slots that were read by a backward within the step's own, as of a hook, which may read them
+    again. ``use``: of what the forward returned.
     """
 
     forms: list[OpForm] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Seen:
     packs: list[tuple[int, int | None]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     released: dict[int, int] = field(default_factory=dict)
-    discarded: set[int] = field(default_factory=set)
+    discarded: dict[int, int] = field(default_factory=dict)
     within: list[int] = field(default_factory=list)
     freed: set[int] = field(default_factory=set)
     retained: set[int] = field(default_factory=set)
@@ -72,7 +73,7 @@ class Seen:
         """Data of slots that no backward read, and some other one may."""
         asked = {mark.number for mark in self.marks if mark.what == "asked"}
         found = {number for k, (_, number) in enumerate(self.packs) if number is not None and k not in asked}
-        return found - self.discarded
+        return found - self.discarded.keys()
 
 
 def loss_of(marks: Sequence[Mark], peak: int) -> int:
@@ -140,7 +141,7 @@ class Observed(Policy):
     def packed(self, tape: Tape, slot: Slot, t: torch.Tensor) -> None:
         self.seen.packs.append(pack_of(tape, slot))
         if slot.datum is not None:
-            self.seen.discarded.discard(slot.datum.number)
+            self.seen.discarded.pop(slot.datum.number, None)
         self.inner.packed(tape, slot, t)
 
     def over(self, tape: Tape) -> None:
@@ -159,7 +160,7 @@ class Observed(Policy):
 
     def let_go(self, tape: Tape, datum: Datum) -> None:
         if tape.open and not datum.slots:
-            self.seen.discarded.add(datum.number)
+            self.seen.discarded[datum.number] = len(tape.ops) - 1
         self.inner.let_go(tape, datum)
         self._mark_gone(tape)
 

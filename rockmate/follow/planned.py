@@ -43,7 +43,8 @@ class Stage:
 @dataclass(frozen=True)
 class FollowedProgram:
     """A schedule, by what a followed forward shows. ``seen``: of the step that was observed. ``held``: data that are
-    held from the forward on; ``kept``: those of them that only data need which no backward reads. ``within``: those
+    held from the forward on; ``kept``: those of them that only data need which no backward reads. ``early``: data that
+    are held within the forward, since it may go on in another way, and with which data they go. ``within``: those
     that backwards within the forward read, each with the number of the last of their reads. ``stages`` in the order of
     the backward; ``stage_of``: by slot.
     """
@@ -51,6 +52,7 @@ class FollowedProgram:
     seen: Seen
     held: frozenset[int]
     kept: frozenset[int]
+    early: dict[int, int]
     within: dict[int, int]
     stages: list[Stage]
     stage_of: dict[int, int]
@@ -80,7 +82,8 @@ def program_of(found: FollowedProblem, schedule: Schedule, seen: Seen) -> Follow
     stage_of = {slot: k for k, node in enumerate(backwards) for slot in slots_of[node]}
     _hand_over(stages, stage_of, seen)
     within = {number: k for k, number in enumerate(seen.within)}
-    return FollowedProgram(seen, held, found.kept - planned, within, stages, stage_of)
+    early = {number: last for number, last in found.early.items() if number not in held}
+    return FollowedProgram(seen, held, found.kept - planned, early, within, stages, stage_of)
 
 
 def _reads(found: FollowedProblem, step: Step, slots_of: dict[int, list[int]], seen: Seen) -> frozenset[int]:
@@ -173,7 +176,7 @@ class Planned(Policy):
         held = frozenset(datum.number for datum in tape.data if self.program.holds(tape, datum.number))
         if not tape.reruns.can_make(held):
             return False
-        others = [datum for datum in tape.data if datum.number not in held]
+        others = [datum for datum in tape.data if datum.number not in held | self.program.early.keys()]
         for datum in others:  # first: what is made again needs the room
             if not datum.pinned:
                 datum.base = None
@@ -191,7 +194,7 @@ class Planned(Policy):
             self._leave(tape, index).after(tape, index, results)
             return
         for position, number in op.makes:
-            if program.holds(tape, number):
+            if number in program.early or program.holds(tape, number):
                 tape.data[number].base = alias_of(results[position])
             elif self.among > 1:  # another way may hold it, as it lives
                 tape.data[number].count_writes(results[position])
@@ -204,6 +207,9 @@ class Planned(Policy):
     def over(self, tape: Tape) -> None:
         if len(tape.ops) != len(self.program.seen.forms) or tape.slots != len(self.program.seen.packs):
             self._leave(tape, len(tape.ops))
+        else:
+            for number in self.program.early:
+                tape.data[number].base = None
 
     def _leave(self, tape: Tape, index: int, slot: Slot | None = None) -> Policy:
         policy = self.otherwise(tape, index, slot)
@@ -256,10 +262,14 @@ class Planned(Policy):
 
     def let_go(self, tape: Tape, datum: Datum) -> None:
         """As in ``Policy``: with a part of the graph goes what only that part may still need."""
-        if self.program.kept and not (tape.open or datum.slots):
+        if tape.open and not datum.slots:
+            for number, last in self.program.early.items():
+                if last == datum.number:
+                    tape.data[number].base = None
+        elif self.program.kept and not datum.slots:
             needed = needed_for(tape.ops, tape.data, (d.number for d in tape.data if d.slots))
             for number in self.program.kept.difference(d.number for d in needed):
                 tape.data[number].base = None
 
     def keeps(self, tape: Tape, datum: Datum) -> bool:
-        return self.program.holds(tape, datum.number)
+        return datum.number in self.program.early or self.program.holds(tape, datum.number)

@@ -21,6 +21,8 @@ class FollowedProblem:
     """``problem``, and what it means. ``datum_of``: the datum of the tape, by data of the problem, -1 for memory before
     it was written. ``ops_of``: the operations of each node. ``step_of``: by number of a slot, the node whose backward
     reads it. ``kept``: data of the tape that no backward read, and another one may: what cannot be made again of these.
+    ``early``: the same of those that went before the forward returned, which another way of computing may keep; each
+    with the last of these that it is for.
     ``outputs``: data of the problem that somebody outside held when the forward returned.
     """
 
@@ -29,12 +31,13 @@ class FollowedProblem:
     ops_of: list[tuple[int, ...]]
     step_of: dict[int, int]
     kept: frozenset[int]
+    early: dict[int, int]
     outputs: frozenset[int]
 
     @property
     def form(self) -> tuple[object, ...]:
         """What is equal in those that differ in bytes and times only."""
-        return self.datum_of, self.ops_of, self.step_of, self.kept, self.problem.form
+        return self.datum_of, self.ops_of, self.step_of, self.kept, self.early, self.problem.form
 
     def is_like(self, other: FollowedProblem) -> bool:
         """Whether schedules of one are of the other, too."""
@@ -66,7 +69,8 @@ class FollowedProblem:
         held = mine.held | theirs.held
         returned = (mine.returned | theirs.returned) - held
         problem = replace(mine, nodes=nodes, held=held, returned=returned, loss=max(mine.loss, theirs.loss))
-        return replace(self, problem=problem, kept=self.kept | other.kept, outputs=self.outputs | other.outputs)
+        kept, early = self.kept | other.kept, self.early | other.early
+        return replace(self, problem=problem, kept=kept, early=early, outputs=self.outputs | other.outputs)
 
 
 def _makes(node: Node) -> tuple[object, ...]:
@@ -223,6 +227,10 @@ def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
     building, count = _Building(ops, data, seen), len(ops)
     ends, always = _ends(ops, data, seen), count + len(seen.marks)
     kept = frozenset(d.number for d in needed_for(ops, data, seen.unread()) if d.pinned)
+    early: dict[int, int] = {}
+    for number, at in seen.discarded.items():
+        early.update((d.number, number) for d in needed_for(ops, data, [number]) if d.pinned)
+        ends.update((n, max(ends.get(n, 0), at)) for n, last in early.items() if last == number)
     ends.update(dict.fromkeys(kept - seen.freed, always))
     released: dict[int, list[int]] = {}  # data, by the operation at whose end nobody outside holds them any more
     for number, end in ends.items():
@@ -248,7 +256,7 @@ def problem_of(ops: list[Op], data: list[Datum], seen: Seen) -> FollowedProblem:
     blocks = (Block(0, len(building.nodes), 0),) if building.nodes else ()
     problem = Problem(tuple(building.nodes), tuple(building.data), held, loss, blocks, returned - held)
     problem.verify()
-    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of, kept, outputs)
+    return FollowedProblem(problem, building.datum_of, building.ops_of, step_of, kept, early, outputs)
 
 
 def _ends(ops: list[Op], data: list[Datum], seen: Seen) -> dict[int, int]:

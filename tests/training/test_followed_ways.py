@@ -234,6 +234,47 @@ def test_a_way_that_is_never_planned_since_its_graph_is_retained_is_warned_of() 
         step(1)
 
 
+class Retried(Ways):
+    """One of its ways lets what it computed go, and computes it again; the other one reads it in the backward."""
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = F.dropout(F.gelu(self.inner(x)), 0.3) + 0.1 * torch.randn(8, generator=self.generator)
+        return x
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.body(x)
+        try:
+            if self.way:
+                raise ValueError
+        except ValueError:
+            del y
+            y = self.body(x) * 7
+        return (y.sin() / 400,)
+
+
+@pytest.mark.parametrize("budget", ["100%", 20_000])
+@pytest.mark.parametrize("ways", [[1, 1, 1, 0, 1, 0, 0, 1], [1, 0] * 4, [0, 0, 1, 1, 0, 1]])
+def test_a_way_that_comes_later_reads_random_numbers_that_the_first_one_lets_go(
+    ways: list[int], budget: int | str
+) -> None:
+    """The backward raised an error: they were gone within the forward."""
+    eager, ours = Sums(Retried, X), Sums(Retried, X)
+    handle = rockmate.attach(ours.model, budget, costs="flops", cache=False)
+    for steps in (eager, ours):
+        torch.manual_seed(1)
+        for way in ways:
+            steps.model.way = way  # type: ignore[assignment]
+            steps.step()
+    assert not ours.differ(eager)
+    for way in (0, 1, 0, 1):
+        ours.model.way = way  # type: ignore[assignment]
+        ours.step()
+    for way in (0, 1):
+        ours.model.way = way  # type: ignore[assignment]
+        assert ours.step(measured=True) <= handle.budget + NUMBERS  # type: ignore[operator]
+
+
 class Drops(Ways):
     """Layers whose parameters take more than their results, of which some are random."""
 
