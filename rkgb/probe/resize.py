@@ -99,9 +99,12 @@ def resized(s: S_graph, expected: Hashable, d: D_graph) -> S_graph | None:
 
 def has_operations_of(s: S_graph, d: D_graph) -> bool:
     """Whether ``d`` calls the operations of ``s`` and starts from as many values, so that it may be the same graph."""
-    if len(d.nodes) != len(s.d.nodes) or len(d.sources) != len(s.d.sources):
-        return False
-    return all(a.name == b.name for a, b in zip(d.nodes, s.d.nodes, strict=True))
+    return len(d.sources) == len(s.d.sources) and has_names_of(d, s.d)
+
+
+def has_names_of(a: B_graph | D_graph, b: B_graph | D_graph) -> bool:
+    """Whether two graphs call the same operations, in order."""
+    return [node.name for node in a.nodes] == [node.name for node in b.nodes]
 
 
 def is_same(a: S_graph, b: S_graph) -> bool:

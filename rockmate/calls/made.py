@@ -13,7 +13,7 @@ from torch import fx
 from rkgb.cost.measure import Known
 from rkgb.cost.memory import refuse_within_measurements
 from rkgb.graphs import B_graph, S_graph
-from rkgb.probe.resize import has_operations_of
+from rkgb.probe.resize import has_names_of, has_operations_of
 from rkgb.sample import Call
 from rkgb.trace.patches import TRACING
 from rockmate.budget import Budget
@@ -51,6 +51,7 @@ class PlansOfCalls(CapturedGraph):
         self.needs_data = self.needs_a_run = False  # for the program at other sizes, or for its graph
         self.of_any_size: B_graph | None = None  # the program, if it does not have to be traced at each size
         self.asked_of_any_size = False
+        self._others: set[Family] = set()  # whose graphs the program at all sizes does not give
 
     @property
     def ran(self) -> Runnable | None:
@@ -155,7 +156,10 @@ class PlansOfCalls(CapturedGraph):
             self.of_any_size = None if self.asked_of_any_size else shown.program_of_any_size(found[1])
             self.asked_of_any_size = True
             return found
-        known = [f for f in known if shown.graph is None or has_operations_of(f.traced.S, shown.graph)]
+        if self.needs_a_run:
+            known = [f for f in known if shown.program is not None and has_names_of(f.traced.B, shown.program)]
+        else:
+            known = [f for f in known if shown.graph is None or has_operations_of(f.traced.S, shown.graph)]
         if shown.program is not None and known:
             with self.module_ready():
                 found = resized_in(known, shown.graph_of_a_run(self.traced_on(call)))
@@ -169,10 +173,11 @@ class PlansOfCalls(CapturedGraph):
 
     def _ask_of_any_size(self, shown: Shown, known: Sequence[Family]) -> None:
         """Trace the program at all sizes, if it gives one of the ``known`` graphs at the sizes at which that ran."""
-        for family in known:
+        for family in [f for f in known if f not in self._others]:
             then = self.shown_as(family.shown)
             if then is None:
                 continue
+            self._others.add(family)
             program = shown.at_all_sizes
             self.asked_of_any_size = program is None
             if program is not None and then.graph_of_is(program, family.traced.S):
