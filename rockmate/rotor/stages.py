@@ -126,7 +126,7 @@ class Stage:
         self.generators = moment.drawn(states)
         self.buffers = moment.learn_buffers(copies)
         self.taken = [None] * len(slots)
-        made = functions_of(tensors_of(output), last - 1) if stops else ()  # from what saved last
+        made = functions_of(tensors_of(output), last - 1)  # lazily, from what saved last
         self.saves_early = not stops or any(f.name().startswith("RreluWithNoiseBackward") for f in made)
         return output
 

@@ -68,6 +68,8 @@ class Chain:
                 peaks = f"stop_peak is {s.stop_peak} bytes, forward_peak {s.forward_peak}"
                 raise ProblemError(f"stage {i} ({s.name}): a run that stops allocates no more than a full one: {peaks}")
 
+    verify = __post_init__
+
     @property
     def length(self) -> int:
         """Number of stages."""

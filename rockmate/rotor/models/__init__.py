@@ -140,9 +140,7 @@ class DenseNet(nn.Sequential):
 
 
 densenet161 = partial(DenseNet, 48, (6, 12, 36, 24), 96)
-densenet121, densenet169, densenet201 = (
-    partial(DenseNet, 32, (6, 12, a, b)) for a, b in ((24, 16), (32, 32), (48, 32))
-)
+densenet121, densenet169, densenet201 = (partial(DenseNet, 32, (6, 12, *k)) for k in ((24, 16), (32, 32), (48, 32)))
 
 # Branches are parted by ";". A step is a pool, or a convolution: name, outputs, kernel (11 if none), and "/" if it
 # halves the image, where it is not padded, or "-" if it is not padded. Convolutions joined by "+" read the same.
