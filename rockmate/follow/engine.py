@@ -31,7 +31,7 @@ from rockmate.follow.following import following, lasting_of
 from rockmate.follow.known import CallKind, CallKinds, Known, UseOfOutputs
 from rockmate.follow.observed import Mark, Observed, pack_of, place_of_caller
 from rockmate.follow.online import Online
-from rockmate.follow.plan import FollowedPlan, frontier_of
+from rockmate.follow.plan import FollowedPlan
 from rockmate.follow.planned import Planned
 from rockmate.follow.policy import Policy
 from rockmate.follow.problem import problem_of
@@ -42,11 +42,9 @@ from rockmate.follow.tape import Tape
 from rockmate.memory import StepBytes
 from rockmate.planning.report import line_of_call
 from rockmate.planning.ways import Ways
-from rockmate.progress import Progress
 from rockmate.tell import MANY, costly, shapes_of
 from solvers import Frontier
 from solvers.calls import Way
-from solvers.interrupts import Heeded
 
 MOST_KNOWN = 16
 """Ways in which one kind of call computes that are remembered."""
@@ -342,9 +340,4 @@ class Followed:
         """Time against memory for the last kind of call."""
         if self.last is None:
             raise InputError("no step was planned yet: run a forward and its backward before you ask for the frontier")
-        last = self.last
-        if last.frontier is None:
-            with Heeded(), Progress(self.front.terms.progress) as report:
-                problem, options = last.found.problem, self.front.terms.options
-                last.frontier, last.least = frontier_of(problem, options, report)
-        return last.frontier
+        return self.solving.frontier(self.last)

@@ -203,10 +203,15 @@ class Known:
         before = (k for k in others if k.rehearsed and k.schedule and k.found.has_nodes_of(self.found))
         self.alike += (s for k in before if k.schedule and (s := self.found.with_runs_of(k.schedule)))
 
+    def judged(self, schedules: Iterable[Schedule | None]) -> list[Found]:
+        """These ``schedules`` with their figures."""
+        return [Found(s, walk(self.found.problem, s), 0) for s in dict.fromkeys(schedules) if s is not None]
+
     def fastest(self, schedules: Iterable[Schedule | None], budget: int) -> Found | None:
         """The fastest of these ``schedules`` that fits ``budget``."""
-        found = [Found(s, walk(self.found.problem, s), 0) for s in dict.fromkeys(schedules) if s is not None]
-        return min((f for f in found if f.walk.peak <= budget), key=lambda f: f.walk.time, default=None)
+        return min(
+            (f for f in self.judged(schedules) if f.walk.peak <= budget), key=lambda f: f.walk.time, default=None
+        )
 
     def made(self, sizes: dict[str, int]) -> int:
         """Bytes of gradients that the step makes, of parameters of such ``sizes``."""

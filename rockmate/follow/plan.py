@@ -258,15 +258,20 @@ def fastest_of_least(problem: Problem, options: PlanOptions, report: Report = si
     return min(found, least, key=lambda f: f.walk.time)
 
 
-def frontier_of(problem: Problem, options: PlanOptions, report: Report = silent) -> tuple[Frontier, Schedule]:
-    """Time against memory, and the schedule of the least."""
-    least = fastest_of_least(problem, options, _within(report, 0))
+def frontier_of(
+    problem: Problem, options: PlanOptions, known: Sequence[Found], report: Report = silent
+) -> tuple[Frontier, Schedule]:
+    """Time against memory, no slower than the ``known`` schedules, and the schedule of the least."""
+    least = min(
+        (fastest_of_least(problem, options, _within(report, 0)), *known), key=lambda f: (f.walk.peak, f.walk.time)
+    )
     low, high = least.walk.peak, eager_peak_of(problem)
     points = [(low, least.walk.overhead)]
     for k in range(1, POINTS):
         budget = low + (high - low) * k // (POINTS - 1)
         found = find(problem, budget, options, _within(report, k))
-        points.append((budget, min(found.walk.overhead, points[-1][1])))
+        fitting = (f.walk.overhead for f in (found, *known) if f.walk.peak <= budget)
+        points.append((budget, min(*fitting, points[-1][1])))
     return Frontier(low, high, tuple(points)), least.schedule
 
 

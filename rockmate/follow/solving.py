@@ -12,14 +12,14 @@ from rockmate.calls.front import Front
 from rockmate.calls.terms import least_instead
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.follow.known import CallKinds, Known
-from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, find_least, moment_of
+from rockmate.follow.plan import FollowedPlan, Found, fastest_of_least, find, find_least, frontier_of, moment_of
 from rockmate.follow.planned import FollowedProgram, program_of
 from rockmate.planning.least import saves_nothing
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.report import line_of_call
 from rockmate.planning.ways import FoundWays, peak_of
 from rockmate.progress import Progress, Report
-from solvers import InfeasibleError, Problem, Schedule, walk
+from solvers import Frontier, InfeasibleError, Problem, Schedule, walk
 from solvers.calls import Way
 from solvers.interrupts import Heeded
 
@@ -49,19 +49,32 @@ class Solving:
         known.problem = None
         with Heeded(), Progress(terms.progress) as report:
             report("solve", 0.0)
-            try:
-                carried = self._carried(known, budget)
-                found = carried or find(problem, budget, terms.options, report)
-                known.carried = carried is not None
-            except InfeasibleError:  # a search that its time ends finds it or not
-                fits = known.fastest([known.schedule, known.least], budget)
-                found = fits or self._least(known, budget, report)
+            carried = self._carried(known, budget)
+            found = carried or self._searched(known, budget, report)
+            known.carried = carried is not None
         setup = {**self.spent, "observe": known.seconds, "solve": time.perf_counter() - began}
         self.spent = {}
         bound = found.bound if found.bound > 0 else None
         found_for = budget, known.call, problem, found.schedule, found.walk
         known.plan_as(FollowedPlan(*found_for, known.places, self.why, setup, bound))
         terms.planned = True
+
+    def frontier(self, known: Known) -> Frontier:
+        """Time against memory for ``known``, as it was told the first time: a second search may end elsewhere."""
+        if known.frontier is None:
+            terms, plans = self.front.terms, known.judged([known.schedule, known.least])
+            with Heeded(), Progress(terms.progress) as report:
+                known.frontier, known.least = frontier_of(known.found.problem, terms.options, plans, report)
+        return known.frontier
+
+    def _searched(self, known: Known, budget: int, report: Report) -> Found:
+        """The plan that a search finds, or that is known and faster: a search that its time ends may find it or not."""
+        fits = known.fastest([known.schedule, known.least], budget)
+        try:
+            found = find(known.found.problem, budget, self.front.terms.options, report)
+        except InfeasibleError:
+            return fits or self._least(known, budget, report)
+        return replace(fits, bound=found.bound) if fits and fits.walk.time < found.walk.time else found
 
     def _least(self, known: Known, budget: int, report: Report) -> Found:
         """The plan of least memory, where none is known for ``budget``, and what is said of that."""

@@ -419,18 +419,26 @@ def test_after_a_plan_ahead_of_training_one_step_is_observed_and_nothing_solved_
     assert measure_peak(lambda: rk(X).sum().backward(), "cpu") == rk.plan.predicted_peak
 
 
-def test_the_least_memory_takes_no_longer_than_a_plan_for_that_budget_does() -> None:
+def test_a_plan_that_is_known_runs_and_is_told_where_a_later_search_ends_at_a_slower_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = made(Item)
     with pytest.warns(rockmate.BudgetWarning, match="The plan of least memory runs instead"):
         handle = rockmate.attach(model, "1%", cache=False, on_infeasible="least")
         for _ in range(2):
             loss_of(model(X)).backward()
-    least, curve = handle.plan, handle.frontier()
+    least = handle.plan
     assert isinstance(least, FollowedPlan)
+    slow = find_least(least.problem)
+    assert least.predicted_overhead < slow.walk.overhead
+    for module in ("plan", "solving"):
+        monkeypatch.setattr(f"rockmate.follow.{module}.find", lambda *args: slow)
+    curve = handle.frontier()
+    assert least.predicted_peak == curve.min_budget
+    assert curve.overhead(curve.min_budget) == least.predicted_overhead
     handle.budget = least.predicted_peak
     assert isinstance(handle.plan, FollowedPlan)
-    assert handle.plan.predicted_peak <= least.predicted_peak == curve.min_budget
-    assert max(least.predicted_overhead, curve.overhead(curve.min_budget)) <= handle.plan.predicted_overhead
+    assert (handle.plan.predicted_peak, handle.plan.schedule) == (least.predicted_peak, least.schedule)
 
 
 def test_the_least_budget_of_the_frontier_holds_where_a_search_for_it_ends_elsewhere(
