@@ -19,6 +19,7 @@ from rkgb.warn import warn
 from rockmate.budget import show_bytes
 from rockmate.calls.look import FAILED, Look
 from rockmate.calls.whole_steps import (
+    FIRST,
     UNMEASURED,
     WITHOUT,
     Form,
@@ -31,13 +32,14 @@ from rockmate.calls.whole_steps import (
     least_from_start,
     names_of,
     phases_of,
+    shared,
 )
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError
 from rockmate.planning.report import line_of_call
 from rockmate.planning.ways import Ways, peak_of
 from rockmate.tell import LOG, LONG
 from solvers import InfeasibleError
-from solvers.calls import Phase, Way, least_of, level, share
+from solvers.calls import Way, least_of, level
 
 MOST_TURNS = 64
 """Calls of a step that are remembered."""
@@ -189,7 +191,12 @@ class Steps:
 
     def seen(self, turn: Turn, key: Hashable, ways: Ways) -> None:
         """The call of ``turn`` was seen to be one of this ``key``, which can run in these ``ways``."""
-        turn.key, turn.way, turn.ways = (key, turn.key[1]), ways.alone, ways
+        turn.way, turn.ways = ways.alone, ways
+        self.learned(turn, key, ways)
+
+    def learned(self, turn: Turn, key: Hashable, ways: Ways) -> None:
+        """As ``seen``, when the backward is over: later calls can run so."""
+        turn.key = key, turn.key[1]
         self._ways[turn.key, False] = ways
 
     def way_seen(self, turn: Turn, key: Hashable, ways: Ways) -> Way:
@@ -231,7 +238,7 @@ class Steps:
         left, every = max(0, budget - self._known[form].beside), (*came, *self._ways_of(form)[len(came) :])
         taken = [[turn.way] for turn in turns]
         with contextlib.suppress(InfeasibleError):
-            return _shared(taken, every[len(taken) :], phases_of(form, every), left)[len(taken)]
+            return shared(taken, every[len(taken) :], phases_of(form, every), left)[len(taken)]
         return None
 
     def _planned(self, step: KnownStep, turns: Sequence[Turn], own: Ways, budget: int) -> Way | None:
@@ -247,7 +254,7 @@ class Steps:
             phases, fixed = phases_of(step.form, ways), [[way] for way in taken]
             problem: tuple[str, int] | None = None
             try:
-                step.chosen = _shared(fixed, ways[len(taken) :], phases, left)
+                step.chosen = shared(fixed, ways[len(taken) :], phases, left)
             except InfeasibleError as error:
                 if any(w.rough for w in ways) or (taken and step.problem is not None):
                     return None
@@ -277,19 +284,21 @@ class Steps:
         return not form.is_whole or any(keys[0] == form.keys[0] and keys != form.keys for keys in self._trained)
 
     def _left(self, ways: Ways, budget: int, step: KnownStep | None) -> Way:
-        """The fastest way in what those that wait leave of the budget; if there is none, that of least memory.
+        """The fastest way in what those that wait leave of the budget; if there is none, that of least memory. Where
+        one of them has no plan, room is left if that can be for what its backward and the loss take.
 
         Raises ``InfeasibleBudgetError`` instead where no plan fits the ``step`` that is expected.
         """
         waiting = self.waiting()
         held = self.held() + (0 if step is None else step.beside)
-        if held + peak_of(ways.alone) <= budget:
+        room = max(0, budget - held)
+        easily = int(FIRST * room) if any(turn.ways.rough for turn in waiting) else room
+        if peak_of(ways.alone) <= easily:
             return ways.alone
         for tight in (False, True):
             choices = [ways.alone, *ways.within(budget, tight=tight)]
-            fitting = [way for way in choices if held + peak_of(way) <= budget]
-            if fitting:
-                return min(fitting, key=lambda way: way.time)
+            if fitting := [way for way in choices if peak_of(way) <= room]:
+                return min(fitting, key=lambda way: (max(peak_of(way), easily), way.time))
         if step is not None and step.problem is not None:
             raise StepInfeasibleError(*step.problem)
         least = min(choices, key=peak_of)
@@ -333,18 +342,9 @@ class Steps:
             beside = {known: step.beside for known, step in self._known.items()}
             counted = (f for f in self._eager if f.is_whole or f == form)
             self.terms.settle_step(max(self._eager[f] + beside.get(f, 0) for f in counted))
-        peak = max(level(phase, [turn.way for turn in turns]) for phase in phases)
-        budget = self.terms.budget
+        peak, budget = max(level(phase, [w.alone for w in ways]) for phase in phases), self.terms.budget
         binds = isinstance(budget, int) and (peak > budget or any(turn.way.time for turn in turns))
         if binds and form not in self._known:
             if len(self._known) == MOST_STEPS:
                 self._known.pop(next(iter(self._known)))
             self._known[form] = KnownStep(form)
-
-
-def _shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequence[Phase], budget: int) -> list[Way]:
-    """The ways of all calls; those of the first ones are ``fixed``. Raises ``InfeasibleError`` where none fit."""
-    try:
-        return share([*fixed, *(w.within(budget) for w in ways)], phases, budget)
-    except InfeasibleError:
-        return share([*fixed, *(w.within(budget, tight=True) for w in ways)], phases, budget)

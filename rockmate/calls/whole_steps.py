@@ -18,7 +18,8 @@ from rockmate.errors import InfeasibleBudgetError
 from rockmate.planning.report import line_of_call, some_of
 from rockmate.planning.ways import Waits, Ways
 from rockmate.tell import ANOTHER_OVERHEAD, LOG, costly
-from solvers.calls import Phase, Way, least_of, level
+from solvers import InfeasibleError
+from solvers.calls import Phase, Way, least_of, level, share
 
 _CLOCK = itertools.count(1)
 """The order of forwards and backwards."""
@@ -68,6 +69,9 @@ class Turn:
         """Whether it kept its data at this moment."""
         return self.at < moment < (self.began or self.gone or moment + 1)
 
+
+FIRST = 0.6
+"""Part of the budget that the data of a step may take of which nothing is known yet."""
 
 MOST_LOOKS = 16
 """Steps of one kind that are measured."""
@@ -241,6 +245,14 @@ def phases_of(form: Form, ways: Sequence[Ways]) -> list[Phase]:
             owner = id(ways[call].owner)
             made[owner] = max(made.get(owner, 0), ways[call].made)
     return phases
+
+
+def shared(fixed: Sequence[Sequence[Way]], ways: Sequence[Ways], phases: Sequence[Phase], budget: int) -> list[Way]:
+    """The ways of all calls; those of the first ones are ``fixed``. Raises ``InfeasibleError`` where none fit."""
+    try:
+        return share([*fixed, *(w.within(budget) for w in ways)], phases, budget)
+    except InfeasibleError:
+        return share([*fixed, *(w.within(budget, tight=True) for w in ways)], phases, budget)
 
 
 def least_from_start(ways: Sequence[Ways], phases: Sequence[Phase], least: int) -> int:

@@ -23,7 +23,7 @@ from rockmate.calls.front import ANOTHER_BUDGET, Front
 from rockmate.calls.look import Look
 from rockmate.calls.reasons import LOOPS
 from rockmate.calls.surroundings import INSTEAD, warn_unplanned
-from rockmate.calls.whole_steps import Turn
+from rockmate.calls.whole_steps import FIRST, Turn
 from rockmate.errors import BudgetWarning, InfeasibleBudgetError, InputError
 from rockmate.follow.advice import ALONE, FEWER, KEEP, MOST_USES, PAD
 from rockmate.follow.checkpoints import Unchecked
@@ -51,9 +51,6 @@ MOST_KNOWN = 16
 
 MOST_ALONE = 4
 """Kinds of calls with operations of their own that are planned at once; others when they have come often."""
-
-FIRST = 0.6
-"""Part of the budget that the data of a step may take of which nothing is known yet."""
 
 KEPT = 4
 """Part of what the data of a step may take that is held at least where such steps get no plan for long."""
@@ -96,14 +93,14 @@ class Followed:
 
     def run(self, model: torch.nn.Module, call: Call) -> Any:
         """What the model returns; its own Python runs."""
-        missing = frozenset(self.front.bytes_of_missing_gradients())
+        missing = self.front.bytes_of_missing_gradients()
         kind = self.kinds.of(call, model.training, self.front)
         device = self.front.device(call.tensors)
         policy, turn = self._policy(kind, missing, device)
         tape = Tape(device, policy, lasting_of(model, call))
         unchecked, look = Unchecked(kind.parts, model, tape), None
         if isinstance(policy, Observed) and (look := policy.look) is not None:
-            look.then = partial(self._learn, kind, policy, device, tape.reruns)
+            look.then = partial(self._learn, kind, turn, policy, tape.reruns)
         with self.front.terms.steps.forward_of(turn, look), following(tape, self.front.modes), unchecked:
             result = model._call_impl(*call.args, **call.kwargs)
         if look is not None:
@@ -118,7 +115,7 @@ class Followed:
                 look.then = None
                 kind.watch.saw()
         if turn.ways.rough:
-            kept = sum(datum.size for datum in tape.data if datum.base is not None)
+            kept = tape.ledger.live  # what is held, and the results
             rough = Ways(self.front, tape.device, kind.call, Way(kept, kept, kept, 0), turn.ways.made)
             self.front.terms.steps.seen(turn, turn.key[0], rough)
         return result
@@ -128,12 +125,13 @@ class Followed:
         turn.begin(look)
         kind.note_use(tape, use.now(tape))
 
-    def _policy(self, kind: CallKind, missing: frozenset[str], device: torch.device) -> tuple[Policy, Turn]:
-        """What decides in a call that begins now, and its turn in the step.
+    def _policy(self, kind: CallKind, missing: dict[str, int], device: torch.device) -> tuple[Policy, Turn]:
+        """What decides in a call that begins now, and its turn in the step. ``missing``: bytes of the gradients of
+        parameters that are not there.
 
         Raises ``InfeasibleBudgetError`` where no plan fits.
         """
-        known = kind.next(missing)
+        known = kind.next(frozenset(missing))
         policy: Policy
         self._shared, self._left = None, (late := self._comes_late(kind))
         if self._unsaid is not None:  # whatever comes next: a kind of call may come once only
@@ -142,8 +140,7 @@ class Followed:
         number = 0 if known is None else known.number
         took = partial(self.front.terms.steps.take, (id(kind), number), news=kind.is_new)
         if known is None:
-            made = sum(self.front.bytes_of_missing_gradients().values())
-            turn = took(ways=Ways(self.front, device, kind.call, Way(0, 0, 0, 0), made))
+            turn = took(ways=Ways(self.front, device, kind.call, Way(0, 0, 0, 0), sum(missing.values())))
             like = None if late else self._like(kind)
             if like is not None and (program := like.ran or like.program) is not None:
                 policy = Planned(program, partial(self._otherwise, kind, like, turn), exactly=False)
@@ -156,17 +153,18 @@ class Followed:
             self._solve(known)
             kind.came(known)
             self.last = known
-            turn = took(ways=self._ways(known))
+            turn = took(ways=self._ways(known, known.made(missing)))
             self._shared, known.ran = known.ways.placed(turn.way)
             policy = Planned(known.ran, partial(self._otherwise, kind, known, turn), among=len(kind.known))
         seen = known is not None and not known.rehearsed and not kind.news
         look = None if seen or late else kind.watch.look(device, bool(kind.known))
-        return policy if look is None else Observed(look, policy, missing), turn
+        return policy if look is None else Observed(look, policy, frozenset(missing)), turn
 
-    def _ways(self, known: Known) -> FollowedWays:
-        """In which ways a call that computes as ``known`` can share the budget of its step."""
+    def _ways(self, known: Known, made: int) -> FollowedWays:
+        """In which ways a call that computes as ``known`` can share the budget of its step. ``made``: bytes of the
+        gradients of parameters that are not there when it begins.
+        """
         if known.ways is None or known.ways.plan is not known.plan:
-            made = known.made(self.front.bytes_of_missing_gradients())
             known.ways = FollowedWays(known, self.front, made, self.front.terms.options)
         ways: FollowedWays = known.ways
         return ways
@@ -228,7 +226,7 @@ class Followed:
                 kind.news |= other.rehearsed
                 self.solving.solve(other)  # the budget may be another one by now
                 self._unsaid = None if other.problem is None else other
-                way = self.front.terms.steps.way_seen(turn, (id(kind), other.number), self._ways(other))
+                way = self.front.terms.steps.way_seen(turn, (id(kind), other.number), self._ways(other, turn.ways.made))
                 self.last, (self._shared, program) = other, other.ways.placed(way)
                 planned = Planned(program, partial(self._otherwise, kind, other, turn), among=len(kind.known))
                 if planned.take_over(tape):
@@ -246,9 +244,7 @@ class Followed:
 
     # ------------------------------------------------------------------------- plans
 
-    def _learn(
-        self, kind: CallKind, observed: Observed, device: torch.device, reruns: Reruns, moments: list[Moment]
-    ) -> None:
+    def _learn(self, kind: CallKind, turn: Turn, observed: Observed, reruns: Reruns, moments: list[Moment]) -> None:
         """A step was observed: plan such steps."""
         kind.watch.saw()
         seen, missing = observed.seen, observed.missing
@@ -269,7 +265,7 @@ class Followed:
         if before is not None:
             found = found.with_worst_of(before.found)
         seconds = time.perf_counter() - began
-        known = Known(number, kind.call, found, seen, missing, seconds, self.front.rehearses, device)
+        known = Known(number, kind.call, found, seen, missing, seconds, self.front.rehearses, turn.ways.device)
         known.waits = observed.waits(reruns.data)
         known.used = {use for use in (seen.use,) if use is not None} | (before.used if before else set())
         known.inherit(same)
@@ -290,6 +286,8 @@ class Followed:
         self.solving.solve(known)
         self.last, self._shared = known, None
         self._unsaid = None if known.problem is None else known
+        if known.problem is None:  # what the step takes with such plans is known when it is over
+            self.front.terms.steps.learned(turn, (id(kind), number), self._ways(known, turn.ways.made))
         if known.plan is not None and known.problem is None and not known.carried and not self.front.rehearses:
             self._say_plan(known.plan, max(moment.peak for moment in moments))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import re
 import warnings
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from models import pairs, randn
 from torch import nn
 
+from rkgb.cost.memory import timeline
 from rkgb.device import Cpu
 from rockmate import (
     BudgetWarning,
@@ -509,6 +511,71 @@ def test_pairs_of_lengths_that_did_not_come_before_are_within_the_budget(prints:
             for p, q in zip(m.parameters(), e.parameters(), strict=True):
                 assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
             m.zero_grad()
+
+
+class Encoder(nn.Module):
+    """An autoencoder, in which Python reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)) for _ in range(2))
+        self.code, self.wide = nn.Linear(WIDTH, 16), nn.Linear(8, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The result, and the code's means and logarithms of variances."""
+        for layer in self.down:
+            x = F.gelu(layer(x))
+        mean, log = self.code(x).chunk(2, -1)
+        assert log.detach().mean().item() < 100
+        x = self.wide(mean + torch.randn_like(mean) * (0.5 * log).exp())
+        for layer in self.up:
+            x = F.gelu(layer(x))
+        return x, mean, log
+
+
+class Judge(nn.Module):
+    """As the discriminator of a GAN. Python reads a value in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One number for each row."""
+        for layer in self.layers:
+            x = F.leaky_relu(layer(x), 0.2)
+        assert x.detach().mean().item() < 100
+        return self.last(x)
+
+
+def encoded_and_judged(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """What one model returns, the other gets, and the loss reads both, and more."""
+    made, mean, log = m[0](x)
+    loss = F.mse_loss(made, x) + (mean * mean + log.exp() - log).mean()
+    (loss - F.logsigmoid(m[1](made)).mean()).backward()
+
+
+@pytest.mark.parametrize("share", [0.4, 0.65, 0.75])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_second_and_the_third_step_of_two_followed_models_are_within_their_budget(share: float, steps: int) -> None:
+    """One of them has its plan before the other: it leaves room for that one's backward. When both have one, these
+    are of the step's budget.
+    """
+    models, x = [Encoder(), Judge()], randn(ROWS, WIDTH, seed=1)
+    budget = int(share * measure_peak(lambda: encoded_and_judged(copy.deepcopy(models), x)))
+    attach(models, budget, costs="flops", cache=False)
+    for _ in range(steps):
+        encoded_and_judged(models, x)
+        for m in models:
+            m.zero_grad()
+    gc.collect()
+    recorded = timeline(torch.device("cpu"))
+    assert recorded is not None
+    encoded_and_judged(models, x)
+    recorded.mark()
+    found = recorded.close()
+    assert found is not None
+    assert max(moment.peak for moment in found) <= budget
 
 
 CALLS = 12
