@@ -199,6 +199,18 @@ def others_looks_paused(planned: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def others_data(others: bool) -> Iterator[None]:
+    """Data go that are of ``others`` than of the call that is looked at, if one is."""
+    look = Look.current if others else None
+    if look is None or look.in_gap or look.thread != threading.get_ident():
+        yield
+    else:
+        look.pause()
+        yield
+        look.resume()
+
+
 give_way.append(end_look)
 atexit.register(end_look)  # torch crashes where a profiler that is open outlives the interpreter
 

@@ -28,6 +28,7 @@ from rockmate.calls.front import Front
 from rockmate.calls.keys import call_key
 from rockmate.calls.runnable import ROOM_TO_KEEP
 from rockmate.calls.surroundings import modes_again
+from rockmate.calls.whole_steps import Turn
 from rockmate.errors import BudgetWarning
 from rockmate.follow.following import following, lasting_of
 from rockmate.follow.online import Online
@@ -136,20 +137,20 @@ class RoomyCalls:
         steps = self.front.terms.steps
         return steps.expected_now(kind) is None and steps.held() + self._rough[kind].alone.backward <= self.front.budget
 
-    def run_measured(self, kind: Hashable, call: Callable[[], Any]) -> Any:
+    def run_measured(self, kind: Hashable, call: Callable[[Turn], Any]) -> Any:
         """As ``run``; how much memory the step takes shows whether later ones are to be planned."""
         self.front.note_free_call()
         return self.run(kind, call, FreeLook(self, kind, self._rough[kind]))
 
-    def run(self, kind: Hashable, call: Callable[[], Any], look: FreeLook | None = None) -> Any:
-        """What ``call`` returns, which is of this ``kind``, and has a turn in its step. ``look``: at this call."""
+    def run(self, kind: Hashable, call: Callable[[Turn], Any], look: FreeLook | None = None) -> Any:
+        """What ``call`` returns, which is of this ``kind``, for its turn in the step. ``look``: at this call."""
         steps = self.front.terms.steps
         turn = steps.take(kind, self._rough[kind])
         if look is not None:
             look.turn = turn
         self.front.ran_freely = True
         with steps.forward_of(turn, look):
-            result = call()
+            result = call(turn)
         outputs = tensors_of(result)
         if look is not None:
             look.follow(outputs)
@@ -307,17 +308,20 @@ class RoomyCalls:
                 BudgetWarning,
             )
 
-    def _called(self, model: torch.nn.Module, call: Call) -> Any:
+    def _called(self, model: torch.nn.Module, call: Call, turn: Turn) -> Any:
         with modes_again(self.front.modes):
             return model._call_impl(*call.args, **call.kwargs)
 
-    def held(self, model: torch.nn.Module, call: Call) -> Any:
-        """What the model returns; its own Python runs, within the budget as far as sizes tell."""
+    def held(self, model: torch.nn.Module, call: Call, turn: Turn | None = None) -> Any:
+        """What the model returns; its own Python runs, within the budget as far as sizes tell. ``turn``: its own."""
         terms, device = self.front.terms, self.front.device(call.tensors)
         budget, made = terms.bytes_known(device), sum(self.front.bytes_of_missing_gradients().values())
         if budget is None:
             policy = Online(None, HELD * float(getattr(terms.budget, "share", 1.0)))
         else:
-            policy = Online(int(HELD * max(0, budget - terms.steps.held() - made)))
-        with following(Tape(device, policy, lasting_of(model, call)), self.front.modes):
+            policy = Online(int(HELD * max(0, budget - made)), turns=terms.steps.turns, own=turn)
+        tape = Tape(device, policy, lasting_of(model, call))
+        if turn is not None:
+            turn.followed_on(tape)
+        with following(tape, self.front.modes):
             return model._call_impl(*call.args, **call.kwargs)

@@ -85,13 +85,14 @@ class Steps:
     # ------------------------------------------------------------------------- this thread
 
     @property
-    def _turns(self) -> list[Turn]:
+    def turns(self) -> list[Turn]:
+        """Of the step that is here, in order."""
         turns: list[Turn] = self._here.__dict__.setdefault("turns", [])
         return turns
 
     def waiting(self) -> list[Turn]:
         """The calls of this thread that wait for their backward."""
-        return [turn for turn in self._turns if turn.waits]
+        return [turn for turn in self.turns if turn.waits]
 
     def held(self) -> int:
         """Bytes that these keep."""
@@ -99,7 +100,7 @@ class Steps:
 
     def place(self) -> int:
         """How many calls of the step have come before the one that comes now."""
-        return len(self._turns) if self.waiting() else 0
+        return len(self.turns) if self.waiting() else 0
 
     def observed_place(self) -> int:
         """Where in the step the call that comes now is observed: those after ``MOST_PLACES`` others are as one."""
@@ -107,17 +108,17 @@ class Steps:
 
     def expected_now(self, key: Hashable) -> KnownStep | None:
         """The step whose calls are planned together in which a call that comes now is expected."""
-        before = [turn.key for turn in self._turns] if self.waiting() else []
+        before = [turn.key for turn in self.turns] if self.waiting() else []
         return self._expected((*before, (key, len(before))))
 
     @property
     def calls(self) -> int:
         """How many calls the step that is here has, as far as that is known."""
-        return max(len(self._turns), 1 if self._last is None else len(self._last.keys))
+        return max(len(self.turns), 1 if self._last is None else len(self._last.keys))
 
     def of_one(self, error: InfeasibleBudgetError) -> str:
         """What is said of the least budget of an ``error``, where it is that of one call, and others may come."""
-        calls, seen = max(self.place() + 1, self.calls), self._last is not None or bool(self._turns)
+        calls, seen = max(self.place() + 1, self.calls), self._last is not None or bool(self.turns)
         if isinstance(error, StepInfeasibleError) or (calls == 1 and seen):
             return ""
         return f" This is for one call{f' of {calls}' * (calls > 1)}: all calls before a backward share the budget."
@@ -136,7 +137,7 @@ class Steps:
 
     def begin(self) -> None:
         """A call comes: a step begins with it unless others wait, and the one before is over."""
-        if self._turns and not self.waiting():
+        if self.turns and not self.waiting():
             self._finish()
 
     def take(self, key: Hashable, ways: Ways, after: bool = False, news: bool = False) -> Turn:
@@ -147,7 +148,7 @@ class Steps:
         Raises ``InfeasibleBudgetError`` where the calls of the step do not fit the budget in any ways that are known.
         """
         self.begin()
-        turns, began = self._turns, time.perf_counter()
+        turns, began = self.turns, time.perf_counter()
         if len(turns) >= MOST_TURNS:
             turns[:] = self.waiting()
         key = key, len(turns)
@@ -185,8 +186,8 @@ class Steps:
         except BaseException:
             if look is not None:
                 look.abandon(FAILED[0])
-            if turn in self._turns:
-                self._turns.remove(turn)
+            if turn in self.turns:
+                self.turns.remove(turn)
             raise
 
     def seen(self, turn: Turn, key: Hashable, ways: Ways) -> None:
@@ -202,7 +203,7 @@ class Steps:
     def way_seen(self, turn: Turn, key: Hashable, ways: Ways) -> Way:
         """As ``seen``, while the forward runs: the way for the rest of it. That none fits is said in the next call."""
         self.seen(turn, key, ways)
-        before = self._turns[: self._turns.index(turn)]
+        before = self.turns[: self.turns.index(turn)]
         with contextlib.suppress(InfeasibleBudgetError):
             turn.way = self._way(before, turn.key, ways)[0] or ways.alone
         return turn.way
@@ -322,8 +323,7 @@ class Steps:
 
     def _finish(self) -> None:
         """The last step of this thread is over: learn what it was, if it had several calls."""
-        turns = list(self._turns)
-        self._here.__dict__["turns"] = []
+        turns: list[Turn] = self._here.__dict__.pop("turns", [])
         self.unknown = self.unknown and not any(turn.began for turn in turns)
         form = form_of(turns)
         before, self._last = self._last, form

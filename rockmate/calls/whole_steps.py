@@ -39,6 +39,7 @@ class Turn:
         self.key, self.ways, self.way = key, ways, way
         self.at, self.began, self.gone = next(_CLOCK), 0, 0
         self._graph: weakref.ref[Any] | None = None
+        self._tape: weakref.ref[Any] | None = None
 
     def held_by(self, graph: object) -> None:
         """``graph`` lives as long as there may be a backward."""
@@ -50,6 +51,22 @@ class Turn:
             self.began = next(_CLOCK)
             if Look.current is not None and Look.current is not look:
                 Look.current.pause()
+
+    def followed_on(self, tape: object) -> None:
+        """Its operations are noted on ``tape``."""
+        self._tape = weakref.ref(tape)
+
+    @property
+    def tape(self) -> Any:
+        """The ``rockmate.follow.tape.Tape`` on which its operations are noted; None if there is none, or it is gone."""
+        return None if self._tape is None else self._tape()
+
+    @property
+    def holds(self) -> int:
+        """Bytes that it keeps now."""
+        if self._tape is None:
+            return self.way.kept_in_forwards if self.waits else 0
+        return 0 if self.tape is None else self.tape.ledger.live
 
     @property
     def runs(self) -> bool:

@@ -98,6 +98,7 @@ class Followed:
         device = self.front.device(call.tensors)
         policy, turn = self._policy(kind, missing, device)
         tape = Tape(device, policy, lasting_of(model, call))
+        turn.followed_on(tape)
         unchecked, look = Unchecked(kind.parts, model, tape), None
         if isinstance(policy, Observed) and (look := policy.look) is not None:
             look.then = partial(self._learn, kind, turn, policy, tape.reruns)
@@ -145,7 +146,7 @@ class Followed:
             if like is not None and (program := like.ran or like.program) is not None:
                 policy = Planned(program, partial(self._otherwise, kind, like, turn), exactly=False)
             else:
-                policy = self._online(kind, device)
+                policy = self._online(kind, turn)
         else:
             known.uses += known.carried
             if known.carried and known.uses == MOST_USES:  # it comes often enough to be worth a plan of its own
@@ -190,20 +191,20 @@ class Followed:
         found = [known for other in self.kinds.values() for known in other.known if known.plan and not known.problem]
         return min(found, key=lambda k: k.plan.predicted_peak / max(1, k.eager_peak) if k.plan else 1.0, default=None)
 
-    def _online(self, kind: CallKind, device: torch.device, left: bool = False) -> Online:
-        """What decides in a step that has no plan. ``left``: see ``Online``."""
+    def _online(self, kind: CallKind, turn: Turn, left: bool = False) -> Online:
+        """What decides in the call of ``turn``, which has no plan. ``left``: see ``Online``."""
         terms = self.front.terms
-        budget = terms.bytes_known(device)
+        budget = terms.bytes_known(turn.ways.device)
         if budget is None:
             assert isinstance(terms.budget, Budget) and terms.budget.share is not None
             return Online(None, FIRST * float(terms.budget.share), left)
-        budget = max(0, budget - terms.steps.held())
         limit = int(FIRST * max(0, budget - sum(self.front.bytes_of_missing_gradients().values())))
         known = kind.known or [k for other in self.kinds.values() for k in other.known if kind.unplanned]
         if known:  # of others, if it is not worth a plan yet
             below = max(budget - max(k.backward_peak for k in known), budget // 8)
             limit = below if kind.known else min(limit, below)
-        return Online(limit, left=left, kept=limit // KEPT if kind.unplanned else 0)
+        kept = limit // KEPT if kind.unplanned else 0
+        return Online(limit, left=left, kept=kept, turns=terms.steps.turns, own=turn)
 
     def _otherwise(self, kind: CallKind, known: Known, turn: Turn, tape: Tape, index: int, slot: Slot | None) -> Policy:
         """The call of ``turn`` computes something else than ``known`` from operation ``index`` on, or saves something
@@ -232,7 +233,7 @@ class Followed:
                 if planned.take_over(tape):
                     return planned
                 warn_unplanned(INSTEAD)
-                return self._online(kind, tape.device, left=True)
+                return self._online(kind, turn, left=True)
         kind.news = len(kind.known) < MOST_KNOWN
         self._left = True
         self._say(
@@ -240,7 +241,7 @@ class Followed:
             "The rest of such a step is decided as it takes place, within the budget as far as sizes tell, until one "
             "was observed"
         )
-        return self._online(kind, tape.device, left=True)
+        return self._online(kind, turn, left=True)
 
     # ------------------------------------------------------------------------- plans
 

@@ -1,8 +1,9 @@
 """Decides what is held of a forward that no plan is known for, as it takes place.
 
 All that autograd saves is held until a limit is reached. Then the data go that cost least time per byte to make again,
-whose makers are known. Source: Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021), without staleness: in a
-backward the order of reads is known.
+whose makers are known. Calls of one step that are decided so share one limit: what one needs, others let go.
+Source: Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021), without staleness: in a backward the order of
+reads is known.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 
+from rockmate.calls.look import Look, others_data
 from rockmate.calls.surroundings import RETAINED, graph_is_retained, warn_unplanned
+from rockmate.calls.whole_steps import Turn
 from rockmate.follow.policy import Policy
 from rockmate.follow.record import Datum, Slot, needed_for
 from rockmate.follow.tape import Tape
@@ -25,11 +28,20 @@ SLACK = 16
 class Online(Policy):
     """``limit``: bytes that may live, or a ``share`` of what autograd would keep. ``left``: it takes over from a plan,
     which may have let go what others cannot be made again without. ``kept``: bytes that are held, whatever the limit
-    is, of those that can go: without any, each read of a backward may run nearly all of the forward again.
+    is, of those that can go: without any, each read of a backward may run nearly all of the forward again. ``turns`` of
+    the other calls of the step, whose bytes count, and ``own``, that of this one.
     """
 
-    def __init__(self, limit: int | None, share: float = 1.0, left: bool = False, kept: int = 0) -> None:
-        self.limit, self.share, self.left, self.kept = limit, share, left, kept
+    def __init__(
+        self,
+        limit: int | None,
+        share: float = 1.0,
+        left: bool = False,
+        kept: int = 0,
+        turns: Sequence[Turn] = (),
+        own: Turn | None = None,
+    ) -> None:
+        self.limit, self.share, self.left, self.kept, self.turns, self.own = limit, share, left, kept, turns, own
         self.saved = 0  # bytes of data that autograd would keep
         self.held = 0  # bytes of data that are held, at most
         self.floor = 0  # bytes that live and cannot go
@@ -52,7 +64,7 @@ class Online(Policy):
             datum.base = t.detach()
 
     def asked(self, tape: Tape, slot: Slot) -> None:
-        tape.reruns.limit = None if self.limit is None else self._most(tape)
+        tape.reruns.limit = None if self.limit is None else self._most(tape) - self._beside()
         if self.left and not self.warned and not tape.open and graph_is_retained():
             self.warned = True
             warn_unplanned(RETAINED)
@@ -79,42 +91,57 @@ class Online(Policy):
     def _make_room(self, tape: Tape) -> None:
         if self.limit is None and self.share >= 1:
             return
-        most, live = self._most(tape), tape.ledger.live
+        beside = 0 if self.limit is None else self._beside()
+        most, live = self._most(tape), tape.ledger.live + beside
         if self.limit is None:
             if self.held > most:
                 self.held = sum(d.size for d in tape.data if d.base is not None)
             live = self.held
         if live > most:
-            going = [(cost, d.number) for d in tape.data if (cost := _rate(tape, d)) is not None]
-            room = sum(tape.data[number].size for _, number in going)
+            tapes = [tape, *(self._others() if beside else ())]
+            going = [
+                (cost, k, d.number) for k, t in enumerate(tapes) for d in t.data if (cost := _rate(t, d)) is not None
+            ]
+            room = sum(tapes[k].data[number].size for _, k, number in going)
             if self.limit is not None:
                 self.floor = live - room
                 most = self._most(tape)
             if live > most:
-                self.held -= evict(tape, going, max(live - most, min(live - most + most // SLACK, room - self.kept)))
+                self.held -= evict(tapes, going, max(live - most, min(live - most + most // SLACK, room - self.kept)))
 
     def _most(self, tape: Tape) -> int:
         """Bytes that may live: the limit, or what is ``kept`` beside what cannot go, where that alone is more."""
         if self.limit is None:
             return int(self.share * self.saved)
-        self.floor = min(self.floor, tape.ledger.live)
+        self.floor = min(self.floor, tape.ledger.live + self._beside())
         return self.floor + self.kept if self.kept and self.floor > self.limit else self.limit
 
+    def _beside(self) -> int:
+        """Bytes that the other calls of the step hold."""
+        return sum(turn.holds for turn in self.turns if turn is not self.own)
 
-def evict(tape: Tape, going: list[tuple[float, int]], wanted: int) -> int:
+    def _others(self) -> list[Tape]:
+        """Those of other calls of which data can go: that are decided so, too, and not looked at."""
+        looked = self.own, getattr(Look.current, "turn", None)
+        tapes = (turn.tape for turn in self.turns if turn not in looked)
+        return [t for t in tapes if t is not None and isinstance(t.policy, Online) and t.policy.limit is not None]
+
+
+def evict(tapes: Sequence[Tape], going: list[tuple[float, int, int]], wanted: int) -> int:
     """Let data go until ``wanted`` bytes are free, or nothing is left that can; how many are. ``going``: these data, by
-    ``_rate``.
+    ``_rate``, tape and number; the first of the ``tapes`` may be observed.
     """
     heap, freed = going, 0
     heapq.heapify(heap)
     while heap and freed < wanted:
-        cost, number = heapq.heappop(heap)
-        datum = tape.data[number]
-        now = _rate(tape, datum)  # what it is made from may have gone
+        cost, k, number = heapq.heappop(heap)
+        datum = tapes[k].data[number]
+        now = _rate(tapes[k], datum)  # what it is made from may have gone
         if now is not None and now > cost:
-            heapq.heappush(heap, (now, number))
+            heapq.heappush(heap, (now, k, number))
         elif now is not None:
-            datum.base = None
+            with others_data(k > 0):
+                datum.base = None
             freed += datum.size
     return freed
 

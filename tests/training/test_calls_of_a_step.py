@@ -499,7 +499,7 @@ def test_pairs_of_lengths_that_did_not_come_before_are_within_the_budget(prints:
     lengths = [*[(ROWS, ROWS)] * STEPS, (512, 180), (500, 170), (180, 500), (480, 480), (300, 500), (490, 200)]
     for k, (first, second) in enumerate(lengths):
         loss = both(models, rows(first), rows(second))
-        turns = list(steps._turns)
+        turns = list(steps.turns)
         loss.backward()
         form, chosen = form_of(turns), [turn.way for turn in turns]
         levels = [level(phase, chosen) for phase in phases_of(form, [turn.ways for turn in turns])]
@@ -511,6 +511,21 @@ def test_pairs_of_lengths_that_did_not_come_before_are_within_the_budget(prints:
             for p, q in zip(m.parameters(), e.parameters(), strict=True):
                 assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
             m.zero_grad()
+
+
+def peak_of_the_first(run: Callable[[], None]) -> int:
+    """The bytes that it takes, which is not run before to be measured."""
+    gc.collect()
+    recorded = timeline(torch.device("cpu"))
+    assert recorded is not None
+    recorded.mark()
+    run()
+    recorded.mark()
+    found = recorded.close()
+    assert found is not None
+    peak = max(moment.peak for moment in found)
+    assert peak > 0
+    return peak
 
 
 class Encoder(nn.Module):
@@ -568,14 +583,36 @@ def test_the_second_and_the_third_step_of_two_followed_models_are_within_their_b
         encoded_and_judged(models, x)
         for m in models:
             m.zero_grad()
-    gc.collect()
-    recorded = timeline(torch.device("cpu"))
-    assert recorded is not None
-    encoded_and_judged(models, x)
-    recorded.mark()
-    found = recorded.close()
-    assert found is not None
-    assert max(moment.peak for moment in found) <= budget
+    assert peak_of_the_first(lambda: encoded_and_judged(models, x)) <= budget
+
+
+def chained(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """Each call gets what the one before it returned."""
+    for _ in range(4):
+        x = m[0](x)
+    x.square().mean().backward()
+
+
+def products(m: Sequence[nn.Module], x: torch.Tensor) -> None:
+    """All calls wait until the last one is over."""
+    a, b, c, d = (m[0](x) for _ in range(4))
+    (a * b - c * d).square().mean().backward()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.85])
+@pytest.mark.parametrize("step", [chained, products, crops])
+@pytest.mark.filterwarnings("ignore:Layers has no plan for calls:rockmate.BudgetWarning")  # memory is recorded here
+def test_the_calls_of_a_first_step_let_data_go_for_one_another(step: Step, share: float) -> None:
+    """Each had a part of what those before had left, and their backwards what was left then, which was too little."""
+    models, x = [Layers(prints=True)], randn(ROWS, WIDTH, seed=1)
+    eager = copy.deepcopy(models)
+    budget = int(share * measure_peak(lambda: step(eager, x)))
+    attach(models, budget, costs="flops", cache=False)
+    assert peak_of_the_first(lambda: step(models, x)) <= budget
+    eager[0].zero_grad()
+    step(eager, x)
+    for p, q in zip(models[0].parameters(), eager[0].parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
 
 
 CALLS = 12
