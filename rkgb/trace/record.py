@@ -57,6 +57,8 @@ def _untraced_forward(forward: Callable[..., Any], tracing: Any) -> Callable[...
     """``forward`` of an ``autograd.Function``, whose operations are not recorded: its writes would be made twice."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._get_tracing_state() is None:  # another thread computes with the class meanwhile
+            return forward(*args, **kwargs)
         with untraced(tracing):
             results = forward(*args, **kwargs)
         given = {id(t) for t in tensors_in(args)}

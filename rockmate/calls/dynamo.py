@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from rkgb.collector import COLLECTING_RARELY
 from rkgb.trace.casts import NAMES_OF_RECURRENT
+from rkgb.trace.patches import TRACING
 from rockmate.calls.guards import guard_what_equals_and_differs
 from rockmate.calls.unguarded import is_captured, see_what_is_not_guarded, wrap
 
@@ -63,7 +63,7 @@ def prepare() -> None:
 def _under_settings(convert: Callable[..., Any], *args: Any) -> Any:
     if not is_captured():
         return convert(*args)
-    with COLLECTING_RARELY, torch._dynamo.config.patch(settings()):
+    with TRACING, torch._dynamo.config.patch(settings()):
         return convert(*args)
 
 

@@ -34,8 +34,13 @@ _GLOBAL_HOOKS = {
 
 
 def is_recorded() -> bool:
-    """Whether torch.jit.trace, torch.export or another Rockmate records operations: those of the model itself."""
-    return is_traced() or torch._C._is_tracing() or torch.compiler.is_compiling()
+    """Whether torch.jit.trace, torch.export or another Rockmate records operations: those of the model itself.
+
+    ``is_compiling`` is one flag for all threads. Fake tensors tell whether this one records.
+    """
+    if is_traced() or torch._C._is_tracing() or torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and torch._guards.detect_fake_mode() is not None
 
 
 def is_transformed() -> bool:

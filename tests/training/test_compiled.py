@@ -9,6 +9,7 @@ import contextlib
 import copy
 import logging
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -722,6 +723,26 @@ def test_second_derivatives_are_refused(share: str) -> None:
     with pytest.raises(UnsupportedError, match="attach the model without compile=True"):
         torch.autograd.grad(model(given).sum(), given, create_graph=True)
     model(x).square().mean().backward()
+
+
+def test_threads_capture_trace_and_run_beside_each_other() -> None:
+    """Each has a model of its own. One runs pieces while another captures, or traces the class that all pieces have."""
+    models, found = [blocks(0.0) for _ in range(3)], {}
+
+    def train(k: int) -> None:
+        rockmate.attach(models[k], "75%", costs="flops", compile=True, cache=False, progress=False)
+        for count in (64, 32, 48):
+            square(models[k](rows(count))).backward()
+        found[k] = [p.grad for p in models[k].parameters()]
+
+    threads = [threading.Thread(target=train, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    train(2)
+    assert_same(found[0], found[2])
+    assert_same(found[1], found[2])
 
 
 def test_the_plan_lists_pieces_with_their_lines() -> None:

@@ -81,6 +81,15 @@ def test_what_records_operations_records_the_model() -> None:
     assert_trains_as_eager(net(), planned(net()), lambda _, call: step(call, (X,)))
 
 
+def test_a_capture_of_another_thread_is_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has one flag for all threads, that one of them compiles."""
+    model = net()
+    handle = attach(model, "100%", costs="flops", cache=False)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    model(X).square().mean().backward()
+    assert handle.plan is not None
+
+
 def test_a_rockmate_within_another() -> None:
     """The outer one's plan covers both."""
     eager, inner = nn.Sequential(net(), nn.Tanh()), nn.Sequential(planned(net()), nn.Tanh())
