@@ -86,7 +86,7 @@ LAYERS = [
         "parametrized",
         "nn.utils.parametrizations.weight_norm(nn.Linear({last}, {width}))",
         "nn.utils.parametrizations.spectral_norm(nn.Linear({last}, {width}))",
-        "nn.utils.parametrizations.orthogonal(nn.Linear({last}, {last}))",
+        "nn.utils.parametrizations.orthogonal(nn.Linear({last}, {last}), orthogonal_map='cayley')",
     ),
     *_layers("embedding", "nn.Embedding(12, {width})", call="self.{layer}({ids})"),
     *_layers("dropout layer", "nn.Dropout(0.3)", "nn.Dropout(0.2, inplace=True)"),

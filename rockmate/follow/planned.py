@@ -263,9 +263,9 @@ class Planned(Policy):
     def let_go(self, tape: Tape, datum: Datum) -> None:
         """As in ``Policy``: with a part of the graph goes what only that part may still need."""
         if tape.open and not datum.slots:
-            for number, last in self.program.early.items():
-                if last == datum.number:
-                    tape.data[number].base = None
+            gone = self.program.seen.discarded.get(datum.number, len(tape.ops)) < len(tape.ops)  # for good
+            for number in (n for n, last in self.program.early.items() if gone and last == datum.number):
+                tape.data[number].base = None
         elif self.program.kept and not datum.slots:
             needed = needed_for(tape.ops, tape.data, (d.number for d in tape.data if d.slots))
             for number in self.program.kept.difference(d.number for d in needed):

@@ -275,6 +275,33 @@ def test_a_way_that_comes_later_reads_random_numbers_that_the_first_one_lets_go(
         assert ours.step(measured=True) <= handle.budget + NUMBERS  # type: ignore[operator]
 
 
+class Derived(Ways):
+    """Random numbers are saved for what nobody reads, which lets them go, and again for a derivative within forward."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.rand(1, generator=self.generator)
+        y = F.rrelu(self.inner(x), training=True)
+        assert y.isfinite().all()
+        z = y.detach().requires_grad_()
+        return ((torch.autograd.grad((z.sin() * z).sum(), z)[0] * y).sin(),)
+
+
+@pytest.mark.parametrize("budget", ["100%", "80%"])
+def test_random_numbers_that_are_saved_again_after_they_were_let_go_are_there(budget: str) -> None:
+    """The derivative raised an error."""
+    eager, ours = Sums(Derived, X), Sums(Derived, X)
+    handle = rockmate.attach(ours.model, budget, costs="flops", cache=False, on_infeasible="least")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rockmate.BudgetWarning)
+        for steps in (eager, ours):
+            torch.manual_seed(1)
+            for _ in range(4):
+                steps.step()
+    assert not ours.differ(eager)
+    assert handle.plan is not None
+    assert ours.step(measured=True) <= handle.plan.predicted_peak + NUMBERS
+
+
 class Drops(Ways):
     """Layers whose parameters take more than their results, of which some are random."""
 
