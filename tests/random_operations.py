@@ -159,7 +159,7 @@ REDUCTIONS = [
         "{x}.sort({d}).values",
         "{x}.topk(2, {d}).values",
         "{x}.cummax({d}).values",
-        "{x}.cumprod({d})",
+        "(1 + {x}.sigmoid()).cumprod({d})",
     ),
     *_all(
         "several results",
