@@ -77,7 +77,7 @@ def _is_full() -> bool:
 
 def _packed(position_ids: torch.Tensor) -> torch.Tensor | None:
     """The number of each position's sequence, or None where there is one sequence."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return _original["find_packed_sequence_indices"](position_ids)  # type: ignore[no-any-return]
     _mark(position_ids, _COUNTED)
     return None
@@ -87,7 +87,7 @@ def _without_full(name: str) -> Callable[..., bool]:
     """The function ``name``, whether no mask is needed beside the usual one, where a full padding mask is none."""
 
     def asked(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
-        if padding_mask is not None and torch.compiler.is_compiling() and _is_full():
+        if padding_mask is not None and torch.compiler.is_dynamo_compiling() and _is_full():
             _mark(padding_mask, _FULL)
             padding_mask = None
         return _original[name](padding_mask, *args, **kwargs)  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import rockmate
 from rockmate import BudgetWarning, measure_peak
+from rockmate.calls.masks import left_out_as_eager
 
 NOT_A_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"
 """TorchDynamo asks for gradients of inputs, and hides this warning, but not where it is an error."""
@@ -432,6 +433,16 @@ def test_masks_are_left_out_where_transformers_leaves_them_out(kind: Callable[[]
 
     (handle,) = alike(script, lambda model: model(input_ids=ids, labels=ids).loss, 0.9)
     assert handle.plans_made <= 3  # no padding, some padding, no mask
+
+
+def test_a_capture_of_another_thread_leaves_out_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has one flag for all threads, that one of them compiles. Two sequences in a row were taken for one."""
+    library, positions = transformers.masking_utils, torch.arange(8)[None] % 4
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    with left_out_as_eager(full=True, values=True):
+        found = library.find_packed_sequence_indices(positions)
+    assert found is not None
+    assert found.tolist() == [[0] * 4 + [1] * 4]
 
 
 @pytest.mark.parametrize("what", ["attention_mask", "position_ids"])
