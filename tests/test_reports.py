@@ -462,8 +462,7 @@ def test_a_plan_that_is_made_for_a_budget_that_was_set_is_told(
 
 def test_the_search_for_a_followed_step_and_its_frontier_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, float]] = []
-    for where in ("solving", "engine"):
-        monkeypatch.setattr(f"rockmate.follow.{where}.Progress", lambda show: _Recorder(told))
+    monkeypatch.setattr("rockmate.follow.solving.Progress", lambda show: _Recorder(told))
     model = Decides()
     handle = attach(model, "60%", costs="flops")
     for _ in range(2):
