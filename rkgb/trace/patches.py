@@ -37,7 +37,9 @@ class _Tracing:
 
 
 TRACING = _Tracing()
-"""Held while a module is traced or measured, since both replace parts of torch for that time."""
+"""Held while a module is traced or measured, since both replace parts of torch for that time, and while TorchDynamo
+captures a call, which must not meet these.
+"""
 
 _tracing = threading.local()
 

@@ -196,8 +196,7 @@ class Handle(Front):
         """
         if isinstance(plan := self.plan, Plan):
             return step_of(plan.problem, plan.schedule, plan.predicted_peak, plan.graph.gradient_bytes)
-        sizes = {name: p.nbytes for name, p in self.model.named_parameters()}
-        steps = [] if self._followed is None else self._followed.step_bytes(sizes)
+        steps = [] if self._followed is None else self._followed.step_bytes()
         steps = steps or [StepBytes(r.alone.backward, r.alone.kept, made=r.made) for r in self._roomy.measured()]
         return max(steps, key=lambda step: step.peak, default=None)
 

@@ -200,9 +200,9 @@ def others_looks_paused(planned: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def others_data(others: bool) -> Iterator[None]:
-    """Data go that are of ``others`` than of the call that is looked at, if one is."""
-    look = Look.current if others else None
+def others_data() -> Iterator[None]:
+    """Data go that are of others than of the call that is looked at, if one is."""
+    look = Look.current
     if look is None or look.in_gap or look.thread != threading.get_ident():
         yield
     else:

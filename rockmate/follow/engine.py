@@ -78,11 +78,11 @@ class Followed:
             return None
         return self._shared or self.last.plan
 
-    def step_bytes(self, sizes: dict[str, int]) -> list[StepBytes]:
-        """Of a step of the last plan; where the last call has none, of each plan. ``sizes`` of parameters, in bytes."""
+    def step_bytes(self) -> list[StepBytes]:
+        """Of a step of the last plan; where the last call has none, of each plan."""
         if (plan := self.plan) is not None and self.last is not None:
-            return [self.last.step_bytes(plan, sizes)]
-        return [k.step_bytes(k.plan, sizes) for kind in self.kinds.values() for k in kind.known if k.plan]
+            return [self.last.step_bytes(plan)]
+        return [k.step_bytes(k.plan) for kind in self.kinds.values() for k in kind.known if k.plan]
 
     @property
     def plans(self) -> list[tuple[tuple[str, ...], FollowedPlan]]:
@@ -154,19 +154,17 @@ class Followed:
             self._solve(known)
             kind.came(known)
             self.last = known
-            turn = took(ways=self._ways(known, known.made(missing)))
+            turn = took(ways=self._ways(known))
             self._shared, known.ran = known.ways.placed(turn.way)
             policy = Planned(known.ran, partial(self._otherwise, kind, known, turn), among=len(kind.known))
         seen = known is not None and not known.rehearsed and not kind.news
         look = None if seen or late else kind.watch.look(device, bool(kind.known))
-        return policy if look is None else Observed(look, policy, frozenset(missing)), turn
+        return policy if look is None else Observed(look, policy, missing), turn
 
-    def _ways(self, known: Known, made: int) -> FollowedWays:
-        """In which ways a call that computes as ``known`` can share the budget of its step. ``made``: bytes of the
-        gradients of parameters that are not there when it begins.
-        """
+    def _ways(self, known: Known) -> FollowedWays:
+        """In which ways a call that computes as ``known`` can share the budget of its step."""
         if known.ways is None or known.ways.plan is not known.plan:
-            known.ways = FollowedWays(known, self.front, made, self.front.terms.options)
+            known.ways = FollowedWays(known, self.front, self.front.terms.options)
         ways: FollowedWays = known.ways
         return ways
 
@@ -227,7 +225,7 @@ class Followed:
                 kind.news |= other.rehearsed
                 self.solving.solve(other)  # the budget may be another one by now
                 self._unsaid = None if other.problem is None else other
-                way = self.front.terms.steps.way_seen(turn, (id(kind), other.number), self._ways(other, turn.ways.made))
+                way = self.front.terms.steps.way_seen(turn, (id(kind), other.number), self._ways(other))
                 self.last, (self._shared, program) = other, other.ways.placed(way)
                 planned = Planned(program, partial(self._otherwise, kind, other, turn), among=len(kind.known))
                 if planned.take_over(tape):
@@ -248,7 +246,7 @@ class Followed:
     def _learn(self, kind: CallKind, turn: Turn, observed: Observed, reruns: Reruns, moments: list[Moment]) -> None:
         """A step was observed: plan such steps."""
         kind.watch.saw()
-        seen, missing = observed.seen, observed.missing
+        seen, missing = observed.seen, frozenset(observed.missing)
         if len(moments) != len(seen.marks) + 1 or not seen.sizes:
             return
         seen.marks.append(Mark("over", 0, reruns.ledger.live, time.perf_counter_ns()))
@@ -266,7 +264,8 @@ class Followed:
         if before is not None:
             found = found.with_worst_of(before.found)
         seconds = time.perf_counter() - began
-        known = Known(number, kind.call, found, seen, missing, seconds, self.front.rehearses, turn.ways.device)
+        made, device = sum(observed.missing.values()), turn.ways.device
+        known = Known(number, kind.call, found, seen, missing, made, seconds, self.front.rehearses, device)
         known.waits = observed.waits(reruns.data)
         known.used = {use for use in (seen.use,) if use is not None} | (before.used if before else set())
         known.inherit(same)
@@ -288,7 +287,7 @@ class Followed:
         self.last, self._shared = known, None
         self._unsaid = None if known.problem is None else known
         if known.problem is None:  # what the step takes with such plans is known when it is over
-            self.front.terms.steps.learned(turn, (id(kind), number), self._ways(known, turn.ways.made))
+            self.front.terms.steps.learned(turn, (id(kind), number), self._ways(known))
         if known.plan is not None and known.problem is None and not known.carried and not self.front.rehearses:
             self._say_plan(known.plan, max(moment.peak for moment in moments))
 

@@ -126,12 +126,13 @@ MOST_SCHEDULES = 8
 class Known:
     """What was observed of one way, ``number``, in which a kind of call computes, which is the ``call`` in a few words.
 
-    ``missing``: parameters whose gradients the step made. ``budget``: of ``plan``, in bytes. ``least``: the schedule of
-    the least budget that was stated. ``alike``: schedules that it had at other sizes. ``carried``: its schedule is that
-    of another size, which has had so many ``uses``. ``problem``: why no plan fits, and the least that does.
-    ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the ways in which outputs were used
-    that ``found`` is for. ``waits``: what the step holds while its other calls run. ``then``: the way that came after
-    it. ``frontier``: once it was asked for, as a second search may end elsewhere at its time limit.
+    ``missing``: parameters whose gradients the step made, of ``made`` bytes. ``budget``: of ``plan``, in bytes.
+    ``least``: the schedule of the least budget that was stated. ``alike``: schedules that it had at other sizes.
+    ``carried``: its schedule is that of another size, which has had so many ``uses``. ``problem``: why no plan
+    fits, and the least that does. ``rehearsed``: the step was a synthetic one, with room for a loss. ``used``: the
+    ways in which outputs were used that ``found`` is for. ``waits``: what the step holds while its other calls run.
+    ``then``: the way that came after it. ``frontier``: once it was asked for, as a second search may end elsewhere
+    at its time limit.
     """
 
     number: int
@@ -139,6 +140,7 @@ class Known:
     found: FollowedProblem
     seen: Seen
     missing: frozenset[str]
+    made: int
     seconds: float
     rehearsed: bool
     device: torch.device
@@ -213,12 +215,8 @@ class Known:
             (f for f in self.judged(schedules) if f.walk.peak <= budget), key=lambda f: f.walk.time, default=None
         )
 
-    def made(self, sizes: dict[str, int]) -> int:
-        """Bytes of gradients that the step makes, of parameters of such ``sizes``."""
-        return sum(sizes[name] for name in self.missing & sizes.keys())
-
-    def step_bytes(self, plan: FollowedPlan, sizes: dict[str, int]) -> StepBytes:
-        return step_of(plan.problem, plan.schedule, plan.predicted_peak, self.made(sizes))
+    def step_bytes(self, plan: FollowedPlan) -> StepBytes:
+        return step_of(plan.problem, plan.schedule, plan.predicted_peak, self.made)
 
 
 class UseOfOutputs:

@@ -105,9 +105,9 @@ class FollowedLook(StepLook):
 
 
 class Observed(Policy):
-    """Notes what happens while ``inner`` decides. ``missing``: parameters whose gradients are not there."""
+    """Notes what happens while ``inner`` decides. ``missing``: bytes of the gradients that are not there."""
 
-    def __init__(self, look: FollowedLook, inner: Policy, missing: frozenset[str]) -> None:
+    def __init__(self, look: FollowedLook, inner: Policy, missing: dict[str, int]) -> None:
         self.inner, self.missing = inner, missing
         self.look: FollowedLook | None = look
         self.seen = Seen()

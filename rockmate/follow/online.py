@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class Online(Policy):
             datum.base = t.detach()
 
     def asked(self, tape: Tape, slot: Slot) -> None:
-        tape.reruns.limit = None if self.limit is None else self._most(tape) - self._beside()
+        beside = self._beside()
+        tape.reruns.limit = None if self.limit is None else self._most(tape.ledger.live + beside) - beside
         if self.left and not self.warned and not tape.open and graph_is_retained():
             self.warned = True
             warn_unplanned(RETAINED)
@@ -91,29 +93,29 @@ class Online(Policy):
     def _make_room(self, tape: Tape) -> None:
         if self.limit is None and self.share >= 1:
             return
-        beside = 0 if self.limit is None else self._beside()
-        most, live = self._most(tape), tape.ledger.live + beside
+        live = tape.ledger.live + self._beside()
+        most = self._most(live)
         if self.limit is None:
             if self.held > most:
                 self.held = sum(d.size for d in tape.data if d.base is not None)
             live = self.held
         if live > most:
-            tapes = [tape, *(self._others() if beside else ())]
+            tapes = [tape, *self._others()]
             going = [
                 (cost, k, d.number) for k, t in enumerate(tapes) for d in t.data if (cost := _rate(t, d)) is not None
             ]
             room = sum(tapes[k].data[number].size for _, k, number in going)
             if self.limit is not None:
                 self.floor = live - room
-                most = self._most(tape)
+                most = self._most(live)
             if live > most:
                 self.held -= evict(tapes, going, max(live - most, min(live - most + most // SLACK, room - self.kept)))
 
-    def _most(self, tape: Tape) -> int:
-        """Bytes that may live: the limit, or what is ``kept`` beside what cannot go, where that alone is more."""
+    def _most(self, live: int) -> int:
+        """Bytes of ``live`` that may be: the limit, or what is ``kept`` beside what cannot go, where that is more."""
         if self.limit is None:
             return int(self.share * self.saved)
-        self.floor = min(self.floor, tape.ledger.live + self._beside())
+        self.floor = min(self.floor, live)
         return self.floor + self.kept if self.kept and self.floor > self.limit else self.limit
 
     def _beside(self) -> int:
@@ -140,7 +142,7 @@ def evict(tapes: Sequence[Tape], going: list[tuple[float, int, int]], wanted: in
         if now is not None and now > cost:
             heapq.heappush(heap, (now, k, number))
         elif now is not None:
-            with others_data(k > 0):
+            with others_data() if k else nullcontext():
                 datum.base = None
             freed += datum.size
     return freed

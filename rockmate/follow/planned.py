@@ -263,9 +263,10 @@ class Planned(Policy):
     def let_go(self, tape: Tape, datum: Datum) -> None:
         """As in ``Policy``: with a part of the graph goes what only that part may still need."""
         if tape.open and not datum.slots:
-            gone = self.program.seen.discarded.get(datum.number, len(tape.ops)) < len(tape.ops)  # for good
-            for number in (n for n, last in self.program.early.items() if gone and last == datum.number):
-                tape.data[number].base = None
+            ends = self.program.seen.discarded.get(datum.number, len(tape.ops))
+            for number, last in self.program.early.items():
+                if last == datum.number and ends < len(tape.ops):  # for good
+                    tape.data[number].base = None
         elif self.program.kept and not datum.slots:
             needed = needed_for(tape.ops, tape.data, (d.number for d in tape.data if d.slots))
             for number in self.program.kept.difference(d.number for d in needed):

@@ -127,14 +127,14 @@ SECONDS = 0.1
 
 
 class FollowedWays(FoundWays[tuple[FollowedPlan, FollowedProgram]]):
-    """Those of calls that compute as ``known``. ``made``: bytes of the gradients that their backward makes."""
+    """Those of calls that compute as ``known``."""
 
-    def __init__(self, known: Known, owner: object, made: int, options: PlanOptions) -> None:
+    def __init__(self, known: Known, owner: object, options: PlanOptions) -> None:
         assert known.plan is not None and known.program is not None
         figures, runs = (known.found.problem, known.plan.schedule, known.plan.walk, 0), (known.plan, known.program)
         super().__init__(*figures, known.waits, known.searched, runs)
         self.known, self.plan = known, known.plan
-        self.owner, self.made, self.call, self.device = owner, made, known.call, known.device
+        self.owner, self.made, self.call, self.device = owner, known.made, known.call, known.device
         self.options = replace(options, time_limit=min(SECONDS, options.time_limit))
 
     def least(self) -> tuple[int, Schedule]:
